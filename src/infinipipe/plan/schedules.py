@@ -1,0 +1,140 @@
+"""Schedules: functions from chunks to one action list per stage.
+
+A schedule knows only order. It is registered by name with :func:`register_schedule`; a user's own is loaded from a
+Python file as ``path/to/file.py:function``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from infinipipe.plan.types import (
+    Action,
+    ActionLists,
+    Backward,
+    Chunk,
+    Forward,
+    Pipeline,
+    PlanError,
+    ReplicaPlan,
+    num_splits,
+)
+
+Schedule = Callable[[Sequence[Sequence[Chunk]], int, Sequence[int] | None], Sequence[Sequence[Action]]]
+"""``schedule(pipelines, num_stages, warmup)`` returns a list of actions for every stage.
+
+``pipelines`` holds the chunks of each pipeline; actions number the chunks through all pipelines. ``warmup`` is, for every
+stage, how many forwards come before its first backward at the least, or ``None`` for the schedule's own choice.
+"""
+
+_SCHEDULES: dict[str, Schedule] = {}
+
+
+def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Make a schedule known under ``name``."""
+
+    def register(schedule: Schedule) -> Schedule:
+        _SCHEDULES[name] = schedule
+        return schedule
+
+    return register
+
+
+def get_schedule(name: str) -> Schedule:
+    """The schedule of that name, or the function that ``path/to/file.py:function`` names. Raises ``PlanError``."""
+    if name in _SCHEDULES:
+        return _SCHEDULES[name]
+    path, colon, function = name.rpartition(":")
+    if not colon:
+        known = ", ".join(sorted(_SCHEDULES))
+        raise PlanError(f"there is no schedule {name!r}; use one of {known}, or path/to/file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise PlanError(f"cannot load the schedule file {path!r}; it must be a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PlanError(f"the schedule file {path!r} fails when loaded: {type(error).__name__}: {error}") from error
+    schedule = getattr(module, function, None)
+    if not callable(schedule):
+        raise PlanError(f"the schedule file {path!r} has no function {function!r}")
+    return schedule
+
+
+def backward_order(chunks: Sequence[Chunk]) -> list[int]:
+    """Indices of ``chunks`` in backward order (``f2b`` of section III-C).
+
+    Sequences keep the order of their first forward; the chunks of one sequence come in reverse.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        piece = chunk.partial
+        groups.setdefault(-1 - index if piece is None else piece.sequence, []).append(index)
+    return [index for group in groups.values() for index in reversed(group)]
+
+
+def default_warmup(chunks: Sequence[Chunk], num_stages: int) -> list[int]:
+    """Forwards before the first backward, per stage: ``min(n, d_p - p + N_split - 1)`` with ``p`` from 1."""
+    splits = num_splits(chunks)
+    return [min(len(chunks), num_stages - stage - 2 + splits) for stage in range(num_stages)]
+
+
+@register_schedule("1f1b")
+def one_forward_one_backward(
+    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+) -> list[list[Action]]:
+    """1F1B over chunks that may be slices: warm-up forwards, then a forward and a backward in turn, then the rest.
+
+    A backward whose chunk has not been forwarded (a sequence cut more finely than those before it) waits for further
+    forwards, so any order of chunks is legal. A warm-up shorter than needed is lengthened for the same reason.
+    """
+    lists: list[list[Action]] = [[] for _ in range(num_stages)]
+    first = 0
+    for chunks in pipelines:
+        order = backward_order(chunks)
+        forwards = warmup if warmup is not None else default_warmup(chunks, num_stages)
+        for stage, actions in enumerate(lists):
+            done = 0
+            for position, chunk in enumerate(order):
+                while done < len(chunks) and (done <= chunk or done < forwards[stage] + position + 1):
+                    actions.append(Forward(first + done))
+                    done += 1
+                actions.append(Backward(first + chunk))
+        first += len(chunks)
+    return lists
+
+
+@register_schedule("gpipe")
+def gpipe(
+    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+) -> list[list[Action]]:
+    """All forwards of a pipeline, then all its backwards."""
+    actions: list[Action] = []
+    first = 0
+    for chunks in pipelines:
+        actions += [Forward(first + index) for index in range(len(chunks))]
+        actions += [Backward(first + index) for index in backward_order(chunks)]
+        first += len(chunks)
+    return [list(actions) for _ in range(num_stages)]
+
+
+def build_replica(
+    pipelines: Sequence[Pipeline],
+    num_stages: int,
+    *,
+    schedule: str = "1f1b",
+    warmup: Sequence[int] | None = None,
+    recompute: Sequence[Sequence[int]] | None = None,
+) -> ReplicaPlan:
+    """Schedule ``pipelines``; ``recompute[stage][chunk]`` is 0 throughout if not given. Raises ``PlanError``."""
+    if warmup is not None and len(warmup) != num_stages:
+        raise PlanError(f"warmup names {len(warmup)} stages, but there are {num_stages}")
+    num_chunks = sum(len(pipeline.chunks) for pipeline in pipelines)
+    lists = get_schedule(schedule)([pipeline.chunks for pipeline in pipelines], num_stages, warmup)
+    actions: ActionLists = tuple(tuple(actions) for actions in lists)
+    if recompute is None:
+        recompute = [[0] * num_chunks for _ in range(num_stages)]
+    return ReplicaPlan(tuple(pipelines), actions, tuple(tuple(row) for row in recompute))
