@@ -179,7 +179,6 @@ def max_pinned_sends(replica: ReplicaPlan, stage: int, direction: Direction) -> 
         if isinstance(operation, Send) and operation.direction == direction:
             sent += 1
             most = max(most, sent - known)
-        elif isinstance(operation, Compute):
-            if receives_input(operation.action, stage, replica.num_stages) == answer:
-                known = max(known, posted_before[operation.action.chunk])
+        elif isinstance(operation, Compute) and receives_input(operation.action, stage, replica.num_stages) == answer:
+            known = max(known, posted_before[operation.action.chunk])
     return most
