@@ -1,0 +1,177 @@
+"""Tokenizing, caching, splitting and labelling."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infinipipe.data import (
+    IGNORED,
+    Corpus,
+    DataError,
+    DataSettings,
+    TokenizerSettings,
+    open_corpus,
+)
+
+TOKENIZER = TokenizerSettings(vocab_size=300)
+Settings = Callable[..., DataSettings]
+
+
+def texts(corpus: Corpus) -> set[str]:
+    parts = (corpus.train, corpus.held_out)
+    return {corpus.tokenizer.decode(part.tokens(i)[:-1]) for part in parts for i in range(len(part))}
+
+
+def test_sequences_are_the_documents_and_an_end(corpus_settings: Settings, tmp_path: Path) -> None:
+    corpus = open_corpus(corpus_settings(), TOKENIZER)
+    assert texts(corpus) == {path.read_text() for path in tmp_path.glob("*.txt")}
+    for part in (corpus.train, corpus.held_out):
+        for i in range(len(part)):
+            tokens, labels = part.tokens(i), part.labels(i)
+            assert tokens[-1] == corpus.tokenizer.eos_token_id
+            assert len(tokens) == part.lengths[i]
+            assert (labels[:-1] == tokens[1:]).all()
+            assert labels[-1] == IGNORED
+
+
+def test_trained_tokenizer_loads_as_hugging_face_has_it(corpus_settings: Settings, tmp_path: Path) -> None:
+    corpus = open_corpus(corpus_settings(), TOKENIZER)
+    assert len(corpus.tokenizer) <= 300
+    (folder,) = (tmp_path / "cache").glob("tokenizer-*")
+    again = open_corpus(corpus_settings(), TokenizerSettings(path=str(folder)))
+    odd = "naïve 字\n\tx  y <|endoftext|>"
+    ids = again.tokenizer(odd, split_special_tokens=True)["input_ids"]
+    assert ids == corpus.tokenizer(odd, split_special_tokens=True)["input_ids"]
+    assert again.tokenizer.decode(ids) == odd
+
+
+def test_special_token_spelled_in_a_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("before <|endoftext|> after")
+    (tmp_path / "b.txt").write_text("another text")
+    settings = DataSettings(files=[str(tmp_path / "*.txt")], cache=str(tmp_path / "cache"), held_out=0)
+    corpus = open_corpus(settings, TOKENIZER)
+    for i in range(2):
+        assert (corpus.train.tokens(i) == corpus.tokenizer.eos_token_id).sum() == 1
+
+
+def test_second_opening_reads_the_cache(corpus_settings: Settings) -> None:
+    calls: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        calls.append(what)
+
+    first = open_corpus(corpus_settings(), TOKENIZER, progress)
+    assert set(calls) == {"training the tokenizer", "tokenizing"}
+    calls.clear()
+    second = open_corpus(corpus_settings(), TOKENIZER, progress)
+    assert calls == []
+    assert (first.train.cache.tokens == second.train.cache.tokens).all()
+    assert first.report == second.report
+
+
+def test_changed_file_makes_a_new_cache(corpus_settings: Settings, tmp_path: Path) -> None:
+    open_corpus(corpus_settings(), TOKENIZER)
+    (tmp_path / "doc03.txt").write_text("now something else entirely")
+    assert "now something else entirely" in texts(open_corpus(corpus_settings(), TOKENIZER))
+
+
+def test_touched_file_makes_a_new_cache(corpus_settings: Settings, tmp_path: Path) -> None:
+    first = open_corpus(corpus_settings(), TOKENIZER)
+    os.utime(tmp_path / "doc03.txt", ns=(1, 1))
+    assert open_corpus(corpus_settings(), TOKENIZER).train.cache.folder != first.train.cache.folder
+
+
+def test_interrupted_tokenizing_leaves_nothing_that_looks_whole(
+    corpus_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("infinipipe.data.corpus._encode", fail)
+        with pytest.raises(KeyboardInterrupt):
+            open_corpus(corpus_settings(), TOKENIZER)
+    assert not list((tmp_path / "cache").glob("tokens-*"))
+    assert len(texts(open_corpus(corpus_settings(), TOKENIZER))) == 20
+
+
+def test_too_long_documents_follow_the_policy(corpus_settings: Settings) -> None:
+    whole = open_corpus(corpus_settings(held_out=0), TOKENIZER).train.lengths
+    limit = int(np.sort(whole)[-3]) - 1
+    dropped = open_corpus(corpus_settings(held_out=0, max_length=limit), TOKENIZER)
+    assert sorted(dropped.train.lengths) == sorted(whole[whole <= limit])
+    assert f"3 documents (15.0%) above {limit} tokens, dropped" in dropped.report
+    cut = open_corpus(corpus_settings(held_out=0, max_length=limit, on_too_long="truncate"), TOKENIZER)
+    assert sorted(cut.train.lengths) == sorted(np.minimum(whole, limit))
+    longest = int(np.argmax(cut.train.lengths))
+    assert cut.train.tokens(longest)[-1] != cut.tokenizer.eos_token_id
+    assert cut.train.labels(longest)[-1] == IGNORED
+    with pytest.raises(DataError, match=rf"doc\d\d.txt has \d+ tokens, data.max_length is {limit} \(3 such"):
+        open_corpus(corpus_settings(max_length=limit, on_too_long="error"), TOKENIZER)
+
+
+def test_prompts_are_read_but_not_learnt(tmp_path: Path) -> None:
+    records = [{"prompt": "alpha beta", "completion": "gamma"}, {"text": "gamma delta"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = DataSettings(files=[str(tmp_path / "a.jsonl")], cache=str(tmp_path / "cache"), held_out=0)
+    corpus = open_corpus(settings, TokenizerSettings(vocab_size=257))
+    tokens, labels = corpus.train.tokens(0), corpus.train.labels(0)
+    assert corpus.tokenizer.decode(tokens[:-1]) == "alpha betagamma"
+    assert (labels[: len("alpha beta") - 1] == IGNORED).all()
+    assert corpus.tokenizer.decode(labels[len("alpha beta") - 1 : -1]) == "gamma<|endoftext|>"
+    assert (corpus.train.labels(1)[:-1] != IGNORED).all()
+
+
+def test_equal_texts_are_held_out_together_and_everywhere(corpus_settings: Settings, tmp_path: Path) -> None:
+    def held_out() -> set[str]:
+        part = (corpus := open_corpus(corpus_settings(held_out=0.3), TOKENIZER)).held_out
+        return {corpus.tokenizer.decode(part.tokens(i)[:-1]) for i in range(len(part))}
+
+    before = held_out()
+    assert 0 < len(before) < 20
+    for path in list(tmp_path.glob("*.txt")):
+        (tmp_path / f"copy of {path.name}").write_text(path.read_text())
+    assert held_out() == before
+    corpus = open_corpus(corpus_settings(held_out=0.3), TOKENIZER)
+    assert len(corpus.held_out) == 2 * len(before)
+
+
+def test_small_share_still_holds_one_document_out(corpus_settings: Settings) -> None:
+    corpus = open_corpus(corpus_settings(held_out=1e-6), TOKENIZER)
+    assert (len(corpus.train), len(corpus.held_out)) == (19, 1)
+
+
+def test_unigram_entropy_of_known_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("aaab")
+    settings = DataSettings(files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), held_out=0)
+    entropy = open_corpus(settings, TokenizerSettings(vocab_size=257)).unigram_entropy
+    shares = (3 / 5, 1 / 5, 1 / 5)
+    assert entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
+
+
+@pytest.mark.parametrize(
+    ("content", "held_out", "message"), [("", 0.1, "no usable document"), ("a", 0.1, "none is left")]
+)
+def test_corpus_without_sequences_is_refused(tmp_path: Path, content: str, held_out: float, message: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    settings = DataSettings(files=[str(tmp_path / "a.txt")], cache=str(tmp_path / "cache"), held_out=held_out)
+    with pytest.raises(DataError, match=message):
+        open_corpus(settings, TokenizerSettings(vocab_size=257))
+
+
+def test_missing_tokenizer_is_named(corpus_settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer.path: no tokenizer can be loaded from .*/nowhere"):
+        open_corpus(corpus_settings(), TokenizerSettings(path=str(tmp_path / "nowhere")))
+
+
+def test_beginning_token_must_exist(corpus_settings: Settings) -> None:
+    with pytest.raises(DataError, match="no beginning-of-sequence token"):
+        open_corpus(corpus_settings(), TokenizerSettings(vocab_size=300, add_bos=True))
