@@ -52,7 +52,7 @@ class CostModel(Protocol):
         """The gradients of that store, held from the start of the last slice's backward to the end of the first's."""
         ...
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int) -> int:
+    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
         """The most that the chunk's forward needs, while it runs, beyond what it leaves behind."""
         ...
 

@@ -1,0 +1,263 @@
+"""The analytic cost model: time and bytes as linear functions of a chunk's features (Eq. 1-5, 9-11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from infinipipe.cost.shape import CostError, ModelShape
+from infinipipe.cost.table import CostTable
+from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger
+from infinipipe.plan import Chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """Seconds of one pass, forward or backward, on one device without sequence parallelism.
+
+    Attributes:
+        pair: a layer's, per unit of ``(C + s)^2 - C^2`` (``a1``).
+        token: a layer's, per token (``a2``).
+        slice: a layer's, per slice of the chunk: what packing costs.
+        chunk: a layer's, per chunk (``b1`` over all layers).
+        stage: a stage's, per chunk, whatever its layers.
+        embedding_token: the first stage's, per token.
+        head_token: the last stage's head and loss, per token.
+    """
+
+    pair: float
+    token: float
+    slice: float = 0.0
+    chunk: float = 0.0
+    stage: float = 0.0
+    embedding_token: float = 0.0
+    head_token: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A message of ``n`` bytes takes ``latency + n * seconds_per_byte`` (Eq. 2-3)."""
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one device without sequence parallelism; "per token" unless it says otherwise.
+
+    Attributes:
+        layer: a kept layer's activations, without keys and values.
+        layer_kv: keys and values that a kept layer saves for tokens of whole sequences (cut ones use the store).
+        layer_input: what a recomputed layer holds: its input.
+        chunk: held per stage whatever is recomputed (rotary tables and the like).
+        head: held on the last stage beside that: the gradient of the hidden states.
+        kv: a layer's keys and values in the store of a cut sequence.
+        dkv: their gradients.
+        message: hidden states of one token.
+        forward_kept, forward_recomputed: the most that the forward of one layer needs beyond what it leaves.
+        backward: the most that the backward of a layer's MLP needs beyond the layer's activations.
+        backward_attention: the same for its attention, when the MLP's activations are gone.
+        backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
+        head_block: bytes of one token block of head and loss on the last stage.
+        weight_gradient: bytes of a stage's largest weight gradient before it is added up.
+    """
+
+    layer: float
+    layer_kv: float
+    layer_input: float
+    kv: float
+    dkv: float
+    message: float
+    chunk: float = 0.0
+    head: float = 0.0
+    forward_kept: float = 0.0
+    forward_recomputed: float = 0.0
+    backward: float = 0.0
+    backward_attention: float = 0.0
+    backward_context: float = 0.0
+    head_block: float = 0.0
+    weight_gradient: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyticCost:
+    """Implements :class:`infinipipe.cost.interface.CostModel`.
+
+    Attributes:
+        stage_layers: decoder layers of every stage.
+        forward, backward: time of the two passes.
+        memory: bytes of activations.
+        states: bytes of parameters, gradients and optimizer states of every stage on one device.
+        message: the link between neighbouring stages.
+        sequence_parallel: ``d_s``, devices that share a stage's tokens.
+        all_to_all: the link of one all-to-all among them; its bytes are what one device sends and keeps.
+        all_to_all_bytes: what a layer's forward exchanges for a token, all its all-to-alls together.
+        all_to_alls: their number in a layer's forward; the backward has as many.
+        name, source: where the coefficients come from.
+        shape: the model that they describe, if known.
+    """
+
+    stage_layers: tuple[int, ...]
+    forward: PassTime
+    backward: PassTime
+    memory: MemoryUse
+    states: tuple[int, ...]
+    message: Link = field(default_factory=Link)
+    sequence_parallel: int = 1
+    all_to_all: Link = field(default_factory=Link)
+    all_to_all_bytes: float = 0.0
+    all_to_alls: int = 4
+    name: str = ""
+    source: str = ""
+    shape: ModelShape | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stage_layers or min(self.stage_layers) < 0:
+            raise CostError(f"stage_layers is {list(self.stage_layers)}; it needs one entry >= 0 for every stage")
+        if len(self.states) != len(self.stage_layers):
+            raise CostError(f"states has {len(self.states)} entries for {len(self.stage_layers)} stages")
+        if self.sequence_parallel < 1:
+            raise CostError(f"sequence_parallel is {self.sequence_parallel}; it must be at least 1")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_layers)
+
+    def layers_time(self, time: PassTime, work: Work[Number], layers: float) -> Number:
+        """Seconds of one pass of ``layers`` layers, all-to-alls included (Eq. 1-4)."""
+        per_layer = (time.pair * work.pairs + time.token * work.tokens + time.slice * work.slices) * (
+            1 / self.sequence_parallel
+        ) + time.chunk
+        if self.sequence_parallel > 1:
+            sent = self.all_to_all_bytes / self.sequence_parallel * self.all_to_all.seconds_per_byte
+            per_layer = per_layer + sent * work.tokens + self.all_to_alls * self.all_to_all.latency
+        return per_layer * layers
+
+    def pass_time(self, time: PassTime, work: Work[Number], stage: int) -> Number:
+        """Seconds of one pass of a stage without recompute."""
+        ends = time.embedding_token if stage == 0 else 0.0
+        if stage == self.num_stages - 1:
+            ends += time.head_token
+        layers = self.layers_time(time, work, self.stage_layers[stage])
+        return layers + work.tokens * (ends / self.sequence_parallel) + time.stage
+
+    def activation(self, work: Work[Number], stage: int) -> Number:
+        """Bytes held between forward and backward without recompute (Eq. 5)."""
+        held = self.memory.chunk + (self.memory.head if stage == self.num_stages - 1 else 0.0)
+        return self.layer_activation(work) * self.stage_layers[stage] + work.tokens * (held / self.sequence_parallel)
+
+    def layer_activation(self, work: Work[Number]) -> Number:
+        """Bytes that one kept layer holds."""
+        use = self.memory
+        return (use.layer * work.tokens + use.layer_kv * (work.tokens - work.partial)) * (1 / self.sequence_parallel)
+
+    def layer_saving(self, work: Work[Number]) -> Number:
+        """Bytes that recomputing one layer frees (Eq. 9)."""
+        return self.layer_activation(work) - work.tokens * (self.memory.layer_input / self.sequence_parallel)
+
+    def forward_transient(self, work: Work[Number], stage: int, *, all_recomputed: bool) -> Number:
+        """Bytes that a forward needs while it runs; they depend on whether any layer is kept."""
+        use = self.memory
+        per_token = (use.forward_recomputed if all_recomputed else use.forward_kept) / self.sequence_parallel
+        block = use.head_block if stage == self.num_stages - 1 else 0.0
+        return work.tokens * per_token + block
+
+    def backward_transient(self, work: Work[Number], stage: int, *, all_recomputed: bool) -> Number:
+        """Bytes that a backward needs while it runs.
+
+        Kept layers are behind recomputed ones and are freed before the first of those is computed again, so only a stage
+        without a kept layer needs a layer's activations beyond what is held.
+        """
+        use = self.memory
+        attention = work.tokens * use.backward_attention + work.reach * use.backward_context
+        need = larger(work.tokens * use.backward, attention) * (1 / self.sequence_parallel) + use.weight_gradient
+        if all_recomputed and self.stage_layers[stage] > 0:
+            need = need + self.layer_activation(work)
+        return need
+
+    def forward_seconds(self, chunk: Chunk, stage: int) -> float:
+        return self.pass_time(self.forward, chunk_work(chunk), stage)
+
+    def backward_seconds(self, chunk: Chunk, stage: int) -> float:
+        return self.pass_time(self.backward, chunk_work(chunk), stage)
+
+    def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
+        return self.layers_time(self.forward, chunk_work(chunk), layers)
+
+    def message_seconds(self, num_tokens: int) -> float:
+        return self.message.latency + self.message_bytes(num_tokens) * self.message.seconds_per_byte
+
+    def activation_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+        work = chunk_work(chunk)
+        return round(self.activation(work, stage) - layers * self.layer_saving(work))
+
+    def kv_bytes(self, length: int, stage: int) -> int:
+        return round(self.memory.kv * length * self.stage_layers[stage] / self.sequence_parallel)
+
+    def dkv_bytes(self, length: int, stage: int) -> int:
+        return round(self.memory.dkv * length * self.stage_layers[stage] / self.sequence_parallel)
+
+    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+        all_recomputed = layers == self.stage_layers[stage]
+        return round(self.forward_transient(chunk_work(chunk), stage, all_recomputed=all_recomputed))
+
+    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+        all_recomputed = layers == self.stage_layers[stage]
+        return round(self.backward_transient(chunk_work(chunk), stage, all_recomputed=all_recomputed))
+
+    def message_bytes(self, num_tokens: int) -> int:
+        return round(self.memory.message * num_tokens / self.sequence_parallel)
+
+    def state_bytes(self, stage: int) -> int:
+        return self.states[stage]
+
+    def table(self, chunks: Sequence[Chunk]) -> CostTable:
+        """The same figures for many chunks at once."""
+        work = chunks_work(chunks)
+        stages = range(self.num_stages)
+
+        def rows(function: Callable[[int], FloatArray]) -> FloatArray:
+            return np.stack([function(stage) for stage in stages])
+
+        return CostTable(
+            stage_layers=self.stage_layers,
+            forward=rows(lambda stage: self.pass_time(self.forward, work, stage)),
+            backward=rows(lambda stage: self.pass_time(self.backward, work, stage)),
+            layer_recompute=rows(lambda stage: self.layers_time(self.forward, work, 1.0)),
+            message=self.message.latency
+            + work.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
+            activation=rows(lambda stage: self.activation(work, stage)),
+            layer_saving=rows(lambda stage: self.layer_saving(work)),
+            forward_transient=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=False)),
+            forward_transient_full=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=True)),
+            backward_transient=rows(lambda stage: self.backward_transient(work, stage, all_recomputed=False)),
+            backward_transient_full=rows(lambda stage: self.backward_transient(work, stage, all_recomputed=True)),
+        )
+
+    def work_seconds(self, work: Work[Number]) -> Number:
+        """Forward and backward of the whole model, one device a stage, without any fixed cost and all-to-all."""
+        layers = sum(self.stage_layers)
+        total = work.tokens * 0.0
+        for time in (self.forward, self.backward):
+            ends = time.embedding_token + time.head_token
+            total = total + (time.pair * work.pairs + time.token * work.tokens) * layers + work.tokens * ends
+        return total
+
+    def chunk_seconds(self) -> float:
+        """Fixed cost of one chunk over all stages, forward and backward (``b1``)."""
+        layers, stages = sum(self.stage_layers), self.num_stages
+        return sum(time.chunk * layers + time.stage * stages for time in (self.forward, self.backward))
+
+
+def sequence_work(lengths: Sequence[int]) -> Work[float]:
+    """All sequences, uncut, as one amount of work."""
+    return Work(
+        tokens=float(sum(lengths)),
+        pairs=float(sum(length * length for length in lengths)),
+        partial=0.0,
+        reach=0.0,
+        slices=float(len(lengths)),
+    )

@@ -1,0 +1,122 @@
+"""The shape of a decoder-only language model: all that planning needs to know of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CostError(ValueError):
+    """A model, cost file or hardware description that cannot be used; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder-only language model.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: hidden size ``D``.
+        intermediate: inner size of the MLP.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: size of one head.
+        vocab: vocabulary size.
+        tied: whether input embedding and output head share their weight.
+        gated: whether the MLP has a gate beside its up-projection.
+        norms: norms over the hidden size in a layer.
+        qk_norm: whether queries and keys are normalised.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+    norms: int = 2
+    qk_norm: bool = False
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """``D_kv``: width of the keys, and of the values, of a token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of the matrices of a layer."""
+        attention = self.hidden * (2 * self.query_width + 2 * self.kv_width)
+        return attention + self.hidden * self.intermediate * (3 if self.gated else 2)
+
+    @property
+    def embedding_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, norms included."""
+        embeddings = self.embedding_weights * (1 if self.tied else 2)
+        return self.layers * (self.layer_weights + self.norms * self.hidden) + self.hidden + embeddings
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read a Hugging Face configuration (``config.json`` as a dictionary). Raises ``CostError``."""
+        config = config.get("text_config") or config
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        missing = [name for name in names if not isinstance(config.get(name), int)]
+        if missing:
+            raise CostError(
+                f"the model configuration has no whole number {missing[0]!r}; planning needs {', '.join(names)}"
+            )
+        kind = str(config.get("model_type", ""))
+        heads = config["num_attention_heads"]
+        activation = str(config.get("hidden_act", config.get("hidden_activation", "silu")))
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            gated="silu" in activation or "swish" in activation or kind.startswith("gemma"),
+            norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
+            qk_norm=kind.startswith(("qwen3", "gemma3", "olmo2")),
+        )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelShape:
+        """Read ``config.json``, given itself or by its folder. Raises ``CostError``."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text())
+        except OSError as error:
+            raise CostError(f"cannot read the model configuration {path}: {error.strerror}") from None
+        except ValueError:
+            raise CostError(f"the model configuration {path} is not JSON") from None
+        if not isinstance(config, dict):
+            raise CostError(f"the model configuration {path} is not a JSON object")
+        return cls.from_config(config)
+
+
+def even_stages(layers: int, num_stages: int) -> tuple[int, ...]:
+    """``layers`` over ``num_stages`` stages as evenly as possible; the first and last get the fewer. Raises ``CostError``."""
+    if num_stages < 1:
+        raise CostError(f"the number of stages is {num_stages}; it must be at least 1")
+    if num_stages > layers:
+        raise CostError(f"{num_stages} stages are more than the model's {layers} layers; use at most {layers} stages")
+    base, extra = divmod(layers, num_stages)
+    first = (num_stages - extra) // 2
+    return tuple(base + (first <= stage < first + extra) for stage in range(num_stages))

@@ -1,0 +1,127 @@
+"""The analytic cost model against the formulas of section 4 and against itself chunk by chunk."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from infinipipe.cost import AnalyticCost, CostError, Link, ModelShape, even_stages, flop_cost, state_bytes, tabulate
+from infinipipe.cost.interface import CostModel
+from infinipipe.plan import Chunk, Slice
+
+SHAPE = ModelShape(layers=8, hidden=64, intermediate=192, heads=8, kv_heads=4, head_dim=8, vocab=1000)
+
+
+def make_cost(sequence_parallel: int = 1) -> AnalyticCost:
+    link = Link(latency=1e-5, seconds_per_byte=1e-9)
+    return flop_cost(
+        SHAPE,
+        (2, 3, 3),
+        element_bytes=4,
+        flops_per_second=1e9,
+        chunk_seconds=3e-3,
+        message=link,
+        all_to_all=link,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+CHUNKS = (
+    Chunk((Slice(0, 0, 100, 250),)),
+    Chunk((Slice(0, 100, 200, 250), Slice(1, 0, 30, 30))),
+    Chunk((Slice(0, 200, 250, 250), Slice(2, 0, 1, 1), Slice(3, 0, 40, 40))),
+    Chunk((Slice(4, 0, 80, 80),)),
+)
+
+
+class OneByOne:
+    """A cost model with only the protocol's methods."""
+
+    def __init__(self, cost: AnalyticCost) -> None:
+        for name in vars(CostModel):
+            if not name.startswith("_"):
+                setattr(self, name, getattr(cost, name))
+
+
+@pytest.mark.parametrize("sequence_parallel", [1, 4])
+def test_the_table_holds_what_the_methods_say(sequence_parallel: int) -> None:
+    cost = make_cost(sequence_parallel)
+    fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
+    for field in dataclasses.fields(fast):
+        a, b = getattr(fast, field.name), getattr(slow, field.name)
+        if field.name.endswith(("activation", "saving", "transient", "full")):
+            np.testing.assert_allclose(a, b, atol=1.0)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_time_is_equation_1() -> None:
+    cost = make_cost()
+    chunk = CHUNKS[1]
+    pairs = 200**2 - 100**2 + 30**2
+    tokens = 130
+    layer = (2 * 64 * pairs + 2 * SHAPE.layer_weights * tokens) / 1e9 + 1e-3 / 8
+    assert cost.forward_seconds(chunk, 1) == pytest.approx(3 * layer)
+    assert cost.backward_seconds(chunk, 1) == pytest.approx(6 * layer)
+    assert cost.recompute_seconds(chunk, 1, 2) == pytest.approx(2 * layer)
+    head = 3 * 2 * SHAPE.embedding_weights * tokens / 1e9
+    assert cost.forward_seconds(chunk, 2) == pytest.approx(3 * layer + head)
+
+
+def test_all_to_alls_cost_their_bytes_and_latencies() -> None:
+    alone, shared = make_cost(1), make_cost(4)
+    fixed = 2 * 1e-3 / 8
+    chunk = CHUNKS[0]
+    computing = (alone.forward_seconds(chunk, 0) - fixed) / 4 + fixed
+    exchange = 2 * (4 * 1e-5 + 2 * 4 * (64 + 32) * 100 / 4 * 1e-9)
+    assert shared.forward_seconds(chunk, 0) == pytest.approx(computing + exchange)
+
+
+def test_a_recomputed_layer_holds_its_input_and_cut_sequences_keep_keys_in_the_store() -> None:
+    cost = make_cost()
+    split, batched = CHUNKS[0], CHUNKS[3]
+    for chunk in (split, batched):
+        inputs = cost.activation_bytes(chunk, 1, 3) - round(cost.memory.chunk * chunk.num_tokens)
+        assert inputs == 3 * 4 * 64 * chunk.num_tokens
+    kept = [cost.activation_bytes(chunk, 1, 0) / chunk.num_tokens for chunk in (split, batched)]
+    assert kept[1] - kept[0] == pytest.approx(3 * 4 * 2 * 32)
+    assert cost.kv_bytes(250, 1) == 3 * 4 * 2 * 32 * 250
+    assert cost.activation_bytes(split, 2, 0) - cost.activation_bytes(split, 1, 0) == 4 * 64 * 100
+
+
+def test_parameters_of_known_models() -> None:
+    llama = ModelShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
+    assert llama.parameters == 6_738_415_616
+    sizes = state_bytes(llama, (8, 8, 8, 8), bytes_per_parameter=16)
+    assert sum(sizes) == 16 * llama.parameters
+    tied = dataclasses.replace(llama, tied=True)
+    assert sum(state_bytes(tied, (32,))) == 16 * tied.parameters
+
+
+def test_shape_from_a_configuration() -> None:
+    config = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    shape = ModelShape.from_config(config)
+    assert (shape.query_width, shape.kv_width, shape.tied, shape.gated, shape.qk_norm) == (2048, 1024, True, True, True)
+    with pytest.raises(CostError, match="hidden_size"):
+        ModelShape.from_config({"num_hidden_layers": 2})
+
+
+def test_stages_are_even_with_lighter_ends() -> None:
+    assert even_stages(8, 4) == (2, 2, 2, 2)
+    assert even_stages(10, 4) == (2, 3, 3, 2)
+    assert even_stages(3, 2) in ((1, 2), (2, 1))
+    with pytest.raises(CostError, match="at most 3 stages"):
+        even_stages(3, 4)
+    with pytest.raises(CostError, match="has 8 layers"):
+        flop_cost(SHAPE, (2, 2))
