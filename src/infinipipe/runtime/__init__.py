@@ -1,0 +1,27 @@
+"""Executes plans on ``torch.distributed``: actions, messages, gradients."""
+
+from infinipipe.runtime.batch import Batch
+from infinipipe.runtime.executor import Event, Executor, StepResult
+from infinipipe.runtime.gradients import PipelineGroups, clip_gradients, gradient_norm, sync_tied_gradients
+from infinipipe.runtime.local import step_locally
+from infinipipe.runtime.memory import MemoryMeter
+from infinipipe.runtime.parameters import Parameters
+from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect
+
+__all__ = [
+    "Batch",
+    "Event",
+    "Executor",
+    "LocalTransport",
+    "MemoryMeter",
+    "Parameters",
+    "PipelineGroups",
+    "ProcessGroupTransport",
+    "StepResult",
+    "Transport",
+    "clip_gradients",
+    "connect",
+    "gradient_norm",
+    "step_locally",
+    "sync_tied_gradients",
+]

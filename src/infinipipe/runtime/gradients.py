@@ -1,0 +1,62 @@
+"""What gradients need between the last backward and the optimizer: tied weights summed, the global norm, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from infinipipe.model import Stage
+from infinipipe.runtime.parameters import Parameters
+
+
+class PipelineGroups:
+    """Communicators over the stages of one pipeline.
+
+    ``ranks`` are the global ranks of the stages in order; all of them construct their groups alike. ``whole`` spans all
+    stages; ``ends``, the first and the last, is ``None`` on stages between them and in pipelines of one stage.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        ranks = list(ranks)
+        self.whole: dist.ProcessGroup | None = None
+        self.ends: dist.ProcessGroup | None = None
+        if len(ranks) == 1:
+            return
+        self.whole = dist.new_group(ranks, use_local_synchronization=True)
+        ends = [ranks[0], ranks[-1]]
+        if dist.get_rank() in ends:
+            self.ends = dist.new_group(ends, use_local_synchronization=True)
+
+
+def sync_tied_gradients(stage: Stage, parameters: Parameters, groups: PipelineGroups) -> None:
+    """Sum the gradients of a weight that embedding and head share on the first and the last stage.
+
+    Both copies then get the same gradient, and with equal optimizer states they stay equal.
+    """
+    tied = stage.tied_parameter
+    if tied is not None:
+        dist.all_reduce(parameters.gradient_of(tied), group=groups.ends)
+
+
+def gradient_norm(stage: Stage, parameters: Parameters, groups: PipelineGroups) -> float:
+    """Euclidean norm of the gradients over all stages, each parameter counted once (after tied gradients were summed)."""
+    copy = stage.tied_parameter if stage.is_last and not stage.is_first else None
+    skipped = None if copy is None else parameters.gradient_of(copy)
+    gradients = [p.grad for _, p in parameters.named() if p.grad is not None and p.grad is not skipped]
+    norms = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=stage.device)
+    total = norms.to(torch.float64).square()
+    if groups.whole is not None:
+        dist.all_reduce(total, group=groups.whole)
+    return float(total.sqrt())
+
+
+def clip_gradients(stage: Stage, parameters: Parameters, groups: PipelineGroups, max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+    norm = gradient_norm(stage, parameters, groups)
+    if norm > max_norm:
+        for _, parameter in parameters.named():
+            assert parameter.grad is not None
+            parameter.grad.mul_(max_norm / norm)
+    return norm

@@ -1,0 +1,152 @@
+"""How messages pass between neighbouring stages: process groups, or mailboxes within one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infinipipe.plan import Direction
+
+
+class Incoming(Protocol):
+    """A posted receive."""
+
+    def ready(self) -> bool:
+        """Whether :meth:`wait` would return without waiting."""
+        ...
+
+    def wait(self) -> Tensor:
+        """The message, once it is there."""
+        ...
+
+
+class Transport(Protocol):
+    """Messages of one stage. Each direction is first in, first out; ``direction`` is the way that the message travels."""
+
+    def receive(
+        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Incoming:
+        """Post a receive from the stage before (``FORWARD``) or after (``BACKWARD``)."""
+        ...
+
+    def send(self, direction: Direction, tensor: Tensor) -> None:
+        """Start to send to the stage after (``FORWARD``) or before (``BACKWARD``); never waits for the receiver."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        ...
+
+
+class _Pending:
+    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
+        self._work = work
+        self._buffer = buffer
+
+    def ready(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._buffer
+
+
+class ProcessGroupTransport:
+    """Messages over ``torch.distributed``, with a communicator of its own for every direction and neighbour pair.
+
+    ``ranks`` are the global ranks of the stages in order, this process among them; all of them construct their transports
+    alike, processes of other pipelines need not.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self._stage = self._ranks.index(dist.get_rank())
+        self._groups: dict[tuple[Direction, int], dist.ProcessGroup] = {}
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        for lower in range(max(0, self._stage - 1), min(self._stage + 1, len(self._ranks) - 1)):
+            for direction in Direction:
+                pair = self._ranks[lower : lower + 2]
+                self._groups[direction, lower] = dist.new_group(pair, use_local_synchronization=True)
+
+    def _neighbour(self, direction: Direction, *, sending: bool) -> tuple[int, dist.ProcessGroup]:
+        step = 1 if (direction == Direction.FORWARD) == sending else -1
+        other = self._stage + step
+        return self._ranks[other], self._groups[direction, min(self._stage, other)]
+
+    def receive(
+        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Incoming:
+        source, group = self._neighbour(direction, sending=False)
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(buffer, src=source, group=group)
+        assert work is not None
+        return _Pending(work, buffer)
+
+    def send(self, direction: Direction, tensor: Tensor) -> None:
+        target, group = self._neighbour(direction, sending=True)
+        work = dist.isend(tensor, dst=target, group=group)
+        assert work is not None
+        self._sends.append((work, tensor))
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+
+    def finish(self) -> None:
+        while self._sends:
+            self._sends[0][0].wait()
+            self._sends.popleft()
+
+
+class _Letter:
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def ready(self) -> bool:
+        return self.tensor is not None
+
+    def wait(self) -> Tensor:
+        assert self.tensor is not None, "a message is read before it was sent"
+        return self.tensor
+
+
+class LocalTransport:
+    """Messages between stages that run in turn within one process; see :func:`connect`."""
+
+    def __init__(self) -> None:
+        self._incoming: dict[Direction, deque[_Letter]] = {direction: deque() for direction in Direction}
+        self._unclaimed: dict[Direction, deque[Tensor]] = {direction: deque() for direction in Direction}
+        self._outgoing: dict[Direction, LocalTransport] = {}
+
+    def receive(
+        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Incoming:
+        letter = _Letter()
+        if self._unclaimed[direction]:
+            letter.tensor = self._unclaimed[direction].popleft()
+        else:
+            self._incoming[direction].append(letter)
+        return letter
+
+    def send(self, direction: Direction, tensor: Tensor) -> None:
+        target = self._outgoing[direction]
+        if target._incoming[direction]:
+            target._incoming[direction].popleft().tensor = tensor
+        else:
+            target._unclaimed[direction].append(tensor)
+
+    def finish(self) -> None:
+        return None
+
+
+def connect(num_stages: int) -> list[LocalTransport]:
+    """Transports of ``num_stages`` stages within this process."""
+    transports = [LocalTransport() for _ in range(num_stages)]
+    for lower, upper in itertools.pairwise(transports):
+        lower._outgoing[Direction.FORWARD] = upper
+        upper._outgoing[Direction.BACKWARD] = lower
+    return transports
