@@ -1,0 +1,92 @@
+"""Random plans, and a cost model in round figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """A cost model whose every figure is easily computed by hand."""
+
+    stage_layers: tuple[int, ...]
+    message_latency: float = 0.25
+
+    def forward_seconds(self, chunk: Chunk, stage: int) -> float:
+        return 1.0 + sum(s.num_tokens * (1 + s.start + s.num_tokens) for s in chunk.slices) / 64
+
+    def backward_seconds(self, chunk: Chunk, stage: int) -> float:
+        return 2 * self.forward_seconds(chunk, stage)
+
+    def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
+        return self.forward_seconds(chunk, stage) * layers / max(self.stage_layers[stage], 1)
+
+    def message_seconds(self, num_tokens: int) -> float:
+        return self.message_latency + num_tokens / 128
+
+    def activation_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+        return chunk.num_tokens * (10 * (self.stage_layers[stage] - layers) + layers)
+
+    def kv_bytes(self, length: int, stage: int) -> int:
+        return 2 * length * self.stage_layers[stage]
+
+    def dkv_bytes(self, length: int, stage: int) -> int:
+        return 4 * length * self.stage_layers[stage]
+
+    def forward_transient_bytes(self, chunk: Chunk, stage: int) -> int:
+        return 3 * chunk.num_tokens
+
+    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+        return (7 if layers else 5) * chunk.num_tokens
+
+    def message_bytes(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def state_bytes(self, stage: int) -> int:
+        return 1000 * (stage + 1)
+
+
+def equal_chunks(num_chunks: int) -> tuple[list[int], tuple[Chunk, ...]]:
+    """Lengths and chunks of ``num_chunks`` sequences of 8 tokens, one a chunk."""
+    lengths = [8] * num_chunks
+    return lengths, tuple(Chunk(whole(lengths, [i])) for i in range(num_chunks))
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8) -> Plan:
+    """Valid plans of one replica: cut and whole sequences, hybrid chunks, several pipelines, any warm-up and recompute."""
+    stage_layers = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=max_stages)))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=max_sequences))
+    pipelines: list[list[Chunk]] = [[]]
+    for sequence, length in enumerate(lengths):
+        borders = draw(st.lists(st.integers(1, max(length - 1, 1)), max_size=3, unique=True)) if length > 1 else []
+        pieces = cut(sequence, length, sorted(borders))
+        last = pipelines[-1][-1] if pipelines[-1] else None
+        if (
+            len(pieces) == 1
+            and last is not None
+            and (last.partial is None or last.partial.is_tail)
+            and draw(st.booleans())
+        ):
+            pipelines[-1][-1] = Chunk(last.slices + pieces)
+            continue
+        if pipelines[-1] and draw(st.integers(0, 4)) == 0:
+            pipelines.append([])
+        pipelines[-1] += [Chunk((piece,)) for piece in pieces]
+    num_chunks = sum(map(len, pipelines))
+    warmup = None
+    if draw(st.booleans()):
+        warmup = sorted((draw(st.integers(0, num_chunks)) for _ in stage_layers), reverse=True)
+    recompute = [[draw(st.integers(0, layers)) for _ in range(num_chunks)] for layers in stage_layers]
+    replica = build_replica(
+        [Pipeline(tuple(chunks)) for chunks in pipelines],
+        len(stage_layers),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        warmup=warmup,
+        recompute=recompute,
+    )
+    return Plan(stage_layers, tuple(lengths), (replica,))
