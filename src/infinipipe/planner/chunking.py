@@ -1,0 +1,168 @@
+"""The sequence processor: workload-balanced chunking (section III-B, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infinipipe.plan import Chunk, Slice, cut
+
+
+@dataclass(frozen=True)
+class SequenceTime:
+    """Seconds of a slice ``[start, stop)``: ``pair * (stop^2 - start^2) + token * (stop - start)``."""
+
+    pair: float
+    token: float
+
+    def __call__(self, start: int, stop: int) -> float:
+        return self.pair * (stop * stop - start * start) + self.token * (stop - start)
+
+    def reach(self, seconds: float) -> float:
+        """The length whose whole takes ``seconds``: the root of the quadratic."""
+        if self.pair <= 0:
+            return seconds / self.token
+        half = self.token / (2 * self.pair)
+        return seconds / self.pair / (half + math.sqrt(half * half + seconds / self.pair))
+
+
+def balanced_borders(length: int, num_slices: int, time: SequenceTime) -> list[int]:
+    """Inner borders, ascending, that cut ``length`` tokens into ``num_slices`` slices of equal time.
+
+    Borders are whole tokens; where slices would be empty there are fewer of them.
+    """
+    total = time(0, length)
+    borders = {round(time.reach(total * i / num_slices)) for i in range(1, num_slices)}
+    return sorted(border for border in borders if 0 < border < length)
+
+
+@dataclass
+class Bucket:
+    """A chunk in the making: at most one slice of a cut sequence, then whole sequences."""
+
+    first: Slice | None = None
+    seconds: float = 0.0
+    tokens: int = 0
+    wholes: list[int] = field(default_factory=list)
+
+    def chunk(self, lengths: Sequence[int]) -> Chunk:
+        wholes = tuple(Slice(i, 0, lengths[i], lengths[i]) for i in self.wholes)
+        return Chunk(((self.first,) if self.first is not None else ()) + wholes)
+
+
+class TokenOverflowError(ValueError):
+    """A slice is longer than the token capacity of a chunk."""
+
+
+def pack(
+    buckets: list[Bucket],
+    sequences: Sequence[int],
+    lengths: Sequence[int],
+    time: SequenceTime,
+    *,
+    target_seconds: float,
+    target_tokens: int,
+) -> list[Bucket]:
+    """Put whole ``sequences`` into buckets within both targets; returns the buckets, new ones after the given.
+
+    By descending time, each sequence goes into the bucket of least ``seconds / tokens`` that has room for both. If no
+    bucket has room for its tokens, a new one opens; if some do but none has time left, the time target is loosened to
+    the cheapest of *those*. (Loosening to the cheapest of all buckets, as Algorithm 1 is printed, need never end.)
+    """
+    buckets = list(buckets)
+    for sequence in sorted(sequences, key=lambda i: (-lengths[i], i)):
+        length = lengths[sequence]
+        seconds = time(0, length)
+        best = cheapest = None
+        best_density = cheapest_seconds = math.inf
+        for bucket in buckets:
+            if bucket.tokens + length > target_tokens:
+                continue
+            if bucket.seconds < cheapest_seconds:
+                cheapest, cheapest_seconds = bucket, bucket.seconds
+            density = bucket.seconds / bucket.tokens
+            if density < best_density and bucket.seconds + seconds <= target_seconds:
+                best, best_density = bucket, density
+        if best is None and cheapest is not None:
+            best = cheapest
+            target_seconds = max(target_seconds, best.seconds + seconds)
+        if best is None:
+            best = Bucket()
+            buckets.append(best)
+        best.wholes.append(sequence)
+        best.seconds += seconds
+        best.tokens += length
+    return buckets
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """Chunks by role.
+
+    Attributes:
+        cut: for every cut sequence, its chunks in order; the last may be hybrid.
+        batched: chunks of whole sequences alone.
+    """
+
+    cut: tuple[tuple[Chunk, ...], ...]
+    batched: tuple[Chunk, ...]
+
+    def by_splits(self) -> dict[int, list[Chunk]]:
+        """``S[i]`` of section III-C: chunks of the sequences cut into ``i``, ascending ``i``; batched chunks are ``i = 1``."""
+        groups: dict[int, list[Chunk]] = {1: list(self.batched)} if self.batched else {}
+        for chunks in sorted(self.cut, key=len):
+            groups.setdefault(len(chunks), []).extend(chunks)
+        return groups
+
+    def ordered(self) -> tuple[Chunk, ...]:
+        """One pipeline of everything, sequences of more chunks first (section III-C)."""
+        return tuple(chunk for splits in sorted(self.by_splits(), reverse=True) for chunk in self.by_splits()[splits])
+
+
+def balanced_chunking(
+    lengths: Sequence[int],
+    sequences: Sequence[int],
+    num_slices: int,
+    time: SequenceTime,
+    *,
+    token_capacity: int,
+) -> Chunking:
+    """Algorithm 1: cut the longest of ``sequences`` into ``num_slices`` slices of equal time and all others to match.
+
+    The borders of the longest are the mesh at which every sequence longer than the first border is cut; the time of its
+    slices and the length of its first are the targets to which short sequences are packed, beside tails where they fit.
+    Raises ``TokenOverflowError`` if the first slice exceeds ``token_capacity``.
+    """
+    longest = max(lengths[i] for i in sequences)
+    mesh = balanced_borders(longest, num_slices, time)
+    target_tokens = mesh[0] if mesh else longest
+    if target_tokens > token_capacity:
+        raise TokenOverflowError(
+            f"{num_slices} slices of the longest sequence, {longest} tokens, start with one of {target_tokens} tokens, "
+            f"more than the token capacity of {token_capacity}"
+        )
+    cuts: list[list[Chunk]] = []
+    tails: list[Bucket] = []
+    shorts: list[int] = []
+    for sequence in sequences:
+        length = lengths[sequence]
+        if length <= target_tokens:
+            shorts.append(sequence)
+            continue
+        slices = cut(sequence, length, [border for border in mesh if border < length])
+        cuts.append([Chunk((piece,)) for piece in slices[:-1]])
+        tail = slices[-1]
+        tails.append(Bucket(tail, time(tail.start, tail.stop), tail.num_tokens))
+    buckets = pack(
+        tails,
+        shorts,
+        lengths,
+        time,
+        target_seconds=time(0, longest) / num_slices,
+        target_tokens=target_tokens,
+    )
+    for chunks, bucket in zip(cuts, buckets, strict=False):
+        chunks.append(bucket.chunk(lengths))
+    batched = tuple(bucket.chunk(lengths) for bucket in buckets[len(cuts) :])
+    return Chunking(tuple(tuple(chunks) for chunks in cuts), batched)

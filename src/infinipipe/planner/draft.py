@@ -1,0 +1,139 @@
+"""A plan of one replica in the making: chunks in order with their costs, action lists, memory and makespan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from infinipipe.cost import CostModel, CostTable, tabulate
+from infinipipe.plan import Chunk, Pipeline, ReplicaPlan, Slice, build_replica
+from infinipipe.planner.chunking import SequenceTime
+from infinipipe.planner.memory import BudgetError, IntArray, StageMemory, stage_memories
+from infinipipe.planner.recompute import RecomputeProblem, RecomputeSolution, recompute_problem
+from infinipipe.planner.settings import Recompute
+from infinipipe.planner.solvers import solve
+from infinipipe.simulate.engine import Engine
+
+ADVICE = "allow more slices, use more stages or a lower token capacity"
+
+
+def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
+    """Seconds of a slice over all stages, forward and backward, without what a chunk costs whatever its size.
+
+    Read off three whole chunks; it is exact for costs of the form of Eq. 1.
+    """
+
+    def seconds(length: int) -> float:
+        chunk = Chunk((Slice(0, 0, length, length),))
+        stages = range(len(cost.stage_layers))
+        return sum(cost.forward_seconds(chunk, stage) + cost.backward_seconds(chunk, stage) for stage in stages)
+
+    n = max(longest, 1024)
+    one, two, three = seconds(1), seconds(n), seconds(2 * n)
+    first, second = (two - one) / (n - 1), (three - two) / n
+    pair = max((second - first) / (2 * n - 1), 0.0)
+    return SequenceTime(pair, max(first - pair * (n + 1), 1e-30))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One replica's chunks, their order and their schedule."""
+
+    pipelines: tuple[tuple[Chunk, ...], ...]
+    cost: CostModel
+    schedule: str = "1f1b"
+    warmup: tuple[int, ...] | None = None
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for pipeline in self.pipelines for chunk in pipeline)
+
+    @cached_property
+    def table(self) -> CostTable:
+        return tabulate(self.cost, self.chunks)
+
+    @cached_property
+    def replica(self) -> ReplicaPlan:
+        """The replica without recompute."""
+        return build_replica(
+            [Pipeline(chunks) for chunks in self.pipelines if chunks],
+            len(self.cost.stage_layers),
+            schedule=self.schedule,
+            warmup=self.warmup,
+        )
+
+    @cached_property
+    def engine(self) -> Engine:
+        return Engine(self.replica)
+
+    @cached_property
+    def memories(self) -> list[StageMemory]:
+        return stage_memories(self.replica.actions, self.chunks, self.table, self.cost)
+
+    def makespan(self, recompute: IntArray | None = None) -> float:
+        """Seconds that the step takes with ``recompute``, (stages, chunks) layers."""
+        if not self.chunks:
+            return 0.0
+        backward = self.table.backward
+        if recompute is not None:
+            backward = backward + recompute * self.table.layer_recompute
+        return self.engine.makespan(self.table.forward, backward, self.table.message)
+
+    def least(self) -> tuple[int, int]:
+        """The least bytes that this order needs with everything recomputed, and the stage that needs them."""
+        peaks = [max(memory.least(), self.cost.state_bytes(stage)) for stage, memory in enumerate(self.memories)]
+        worst = int(np.argmax(peaks))
+        return int(np.ceil(peaks[worst])) + 1, worst
+
+    def problem(self, budget: float, *, share_diagonals: bool = True, by_time: bool = False) -> RecomputeProblem:
+        return recompute_problem(self.memories, self.table, budget, share_diagonals=share_diagonals, by_time=by_time)
+
+    def uniform(self, layers: int) -> IntArray:
+        """(stages, chunks): ``layers`` of every chunk at every stage, or all where the stage has fewer."""
+        per_stage = np.minimum(np.array(self.table.stage_layers, np.int64), layers)
+        return np.repeat(per_stage[:, None], len(self.chunks), axis=1)
+
+    def peaks(self, recompute: IntArray) -> list[float]:
+        """Peak bytes of every stage with ``recompute``."""
+        return [
+            max(float(memory.curve(row).max(initial=0.0)), self.cost.state_bytes(stage))
+            for stage, (memory, row) in enumerate(zip(self.memories, recompute, strict=True))
+        ]
+
+    def fit(self, budget: int | None, mode: Recompute) -> tuple[IntArray, RecomputeSolution | None]:
+        """Recomputed layers that keep every stage within ``budget``. Raises ``BudgetError`` if ``mode`` cannot."""
+        if mode != "auto":
+            layers = {"none": 0, "all": max(self.table.stage_layers)}.get(mode, mode) if isinstance(mode, str) else mode
+            recompute = self.uniform(int(layers))
+            if budget is not None:
+                self._check(recompute, budget, "recompute more layers, or set recompute to auto")
+            return recompute, None
+        if budget is None:
+            return self.uniform(0), None
+        required, stage = self.least()
+        if required > budget:
+            raise BudgetError(required, budget, stage, ADVICE)
+        problem = self.problem(budget)
+        solution = solve(problem)
+        recompute = problem.layers(solution.values)
+        self._check(recompute, budget, ADVICE)
+        return recompute, solution
+
+    def _check(self, recompute: IntArray, budget: int, advice: str) -> None:
+        peaks = self.peaks(recompute)
+        worst = int(np.argmax(peaks))
+        if peaks[worst] > budget:
+            raise BudgetError(int(np.ceil(peaks[worst])), budget, worst, advice)
+
+    def build(self, recompute: IntArray) -> ReplicaPlan:
+        """The replica with ``recompute``."""
+        rows = tuple(tuple(row) for row in recompute.tolist())
+        return ReplicaPlan(self.replica.pipelines, self.replica.actions, rows)
+
+
+def order_by_splits(groups: Sequence[tuple[int, Sequence[Chunk]]]) -> tuple[Chunk, ...]:
+    """Groups of (chunks per sequence, chunks), most finely cut first."""
+    return tuple(chunk for _, chunks in sorted(groups, key=lambda group: -group[0]) for chunk in chunks)

@@ -1,0 +1,239 @@
+"""Memory of every stage at every moment, from the action lists (section 4, note c).
+
+At each action a stage holds its states; the activations of the chunks between forward and backward; key/value stores and
+their gradients over their intervals; receives posted ahead; outputs that the neighbour is not known to have taken; and what
+the action itself needs while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinipipe.cost import CostModel, CostTable, tabulate
+from infinipipe.cost.work import FloatArray
+from infinipipe.plan import Action, ActionKind, Chunk, Plan, PlanError, ReplicaPlan
+
+IntArray = NDArray[np.int64]
+MIB, GIB = 2**20, 2**30
+
+
+class BudgetError(PlanError):
+    """The memory budget is too small; ``required`` bytes at ``stage`` are the least that would do."""
+
+    def __init__(self, required: int, budget: int, stage: int, advice: str, where: str = "") -> None:
+        super().__init__(
+            f"{where}needs at least {readable_bytes(required)} per device at stage {stage}, got {readable_bytes(budget)}; "
+            f"{advice}"
+        )
+        self.required = required
+        self.budget = budget
+        self.stage = stage
+        self.advice = advice
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in the largest unit that leaves at least 1, rounded up so that it still suffices."""
+    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
+        if count >= unit:
+            return f"{np.ceil(count / unit * 1000) / 1000:.3f} {name}"
+    return f"{int(count)} bytes"
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where a stage's actions are: of shape (actions,) ``chunk`` and ``is_forward``, of shape (chunks,) the places."""
+
+    chunk: IntArray
+    is_forward: NDArray[np.bool_]
+    forward_at: IntArray
+    backward_at: IntArray
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> Positions:
+        count = len(actions)
+        chunk = np.fromiter((action.chunk for action in actions), np.int64, count)
+        is_forward = np.fromiter((action.kind is ActionKind.FORWARD for action in actions), np.bool_, count)
+        places = np.arange(count)
+        forward_at, backward_at = np.empty((2, count // 2), np.int64)
+        forward_at[chunk[is_forward]] = places[is_forward]
+        backward_at[chunk[~is_forward]] = places[~is_forward]
+        return cls(chunk, is_forward, forward_at, backward_at)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage's memory at each of its actions as a function of recomputed layers.
+
+    Attributes:
+        layers: decoder layers of the stage.
+        positions: the stage's actions.
+        kept: (actions,) bytes at each action if nothing is recomputed.
+        full: (actions,) the same if all layers of the action's own chunk, and nothing else, are recomputed.
+        saving: (chunks,) bytes that each recomputed layer of a chunk frees from its forward to its backward.
+    """
+
+    layers: int
+    positions: Positions
+    kept: FloatArray
+    full: FloatArray
+    saving: FloatArray
+
+    def freed(self, recompute: FloatArray | IntArray) -> FloatArray:
+        """(actions,) bytes that ``recompute``, (chunks,) layers, frees at each action."""
+        change = np.zeros(len(self.kept) + 1)
+        amount = recompute * self.saving
+        change[self.positions.forward_at] = amount
+        change[self.positions.backward_at + 1] -= amount
+        result: FloatArray = np.cumsum(change[:-1])
+        return result
+
+    def curve(self, recompute: FloatArray | IntArray) -> FloatArray:
+        """(actions,) bytes at each action with ``recompute``, (chunks,) layers."""
+        freed = self.freed(recompute)
+        own = recompute[self.positions.chunk]
+        others = freed - own * self.saving[self.positions.chunk]
+        return np.where(own >= self.layers, self.full - others, self.kept - freed)
+
+    def least(self) -> float:
+        """The least peak that any recompute reaches."""
+        if not len(self.kept):
+            return 0.0
+        everything = np.full(len(self.saving), self.layers)
+        return float(self.curve(everything).max())
+
+
+def stage_memories(
+    actions: Sequence[Sequence[Action]], chunks: Sequence[Chunk], table: CostTable, cost: CostModel
+) -> list[StageMemory]:
+    """The memory of every stage under its action list."""
+    positions = [Positions.of(stage_actions) for stage_actions in actions]
+    sizes = np.array([cost.message_bytes(chunk.num_tokens) for chunk in chunks], np.float64)
+    return [
+        _stage_memory(stage, positions, chunks, table, cost, sizes) if len(chunks) else _idle(stage, positions, table)
+        for stage in range(len(actions))
+    ]
+
+
+def _idle(stage: int, positions: Sequence[Positions], table: CostTable) -> StageMemory:
+    nothing = np.zeros(0)
+    return StageMemory(table.stage_layers[stage], positions[stage], nothing, nothing, nothing)
+
+
+def _stage_memory(
+    stage: int,
+    positions: Sequence[Positions],
+    chunks: Sequence[Chunk],
+    table: CostTable,
+    cost: CostModel,
+    sizes: FloatArray,
+) -> StageMemory:
+    own, layers = positions[stage], table.stage_layers[stage]
+    count = len(own.chunk)
+    change = np.zeros(count + 1)
+    change[own.forward_at] += table.activation[stage]
+    change[own.backward_at + 1] -= table.activation[stage]
+    for length, first, last, last_start in _cut_sequences(chunks):
+        store = cost.kv_bytes(length, stage)
+        change[own.forward_at[first]] += store
+        change[own.backward_at[first] + 1] -= store
+        gradients = cost.dkv_bytes(last_start, stage)
+        change[own.backward_at[last]] += gradients
+        change[own.backward_at[first] + 1] -= gradients
+    common = np.cumsum(change[:-1]) + cost.state_bytes(stage) + _messages(stage, positions, sizes)
+
+    def transient(forward: FloatArray, backward: FloatArray) -> FloatArray:
+        return np.where(own.is_forward, forward[stage][own.chunk], backward[stage][own.chunk])
+
+    kept = common + transient(table.forward_transient, table.backward_transient)
+    full = common + transient(table.forward_transient_full, table.backward_transient_full)
+    saving = table.layer_saving[stage]
+    return StageMemory(layers, own, kept, full - layers * saving[own.chunk], saving)
+
+
+def _cut_sequences(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
+    """For every cut sequence: its length, its first and its last chunk, and where its last slice starts."""
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for index, chunk in enumerate(chunks):
+        piece = chunk.partial
+        if piece is not None:
+            first = found[piece.sequence][1] if piece.sequence in found else index
+            found[piece.sequence] = (piece.length, first, index, piece.start)
+    return list(found.values())
+
+
+def _messages(stage: int, positions: Sequence[Positions], sizes: FloatArray) -> FloatArray:
+    """(actions,) bytes of receives posted ahead, of the gradient that a backward reads, and of outputs maybe unsent."""
+    own, last = positions[stage], len(positions) - 1
+    held = np.zeros(len(own.chunk))
+    if stage > 0:
+        held += _posted(own.is_forward, own.chunk, sizes)
+        held += _pinned(~own.is_forward, own, positions[stage - 1], positions[stage - 1].forward_at, sizes)
+    if stage < last:
+        held += _posted(~own.is_forward, own.chunk, sizes)
+        held += np.where(own.is_forward, 0.0, sizes[own.chunk])
+        held += _pinned(own.is_forward, own, positions[stage + 1], positions[stage + 1].backward_at, sizes)
+    return held
+
+
+def _posted(uses: NDArray[np.bool_], chunk: IntArray, sizes: FloatArray) -> FloatArray:
+    """Bytes of the next receive of one direction, posted when the use before it begins."""
+    begun = np.cumsum(uses)
+    ahead = np.append(sizes[chunk[uses]], 0.0)[begun]
+    first = int(np.argmax(uses))
+    ahead[: max(first - 1, 0)] = 0.0
+    return ahead
+
+
+def _pinned(
+    sends: NDArray[np.bool_], own: Positions, neighbour: Positions, answers_at: IntArray, sizes: FloatArray
+) -> FloatArray:
+    """Bytes of outputs of one direction that may be unsent at each action, however late the neighbour is.
+
+    ``sends`` marks the actions that send; ``answers_at`` is where the neighbour sends what the other actions wait for. The
+    neighbour is known to have posted what it had when it sent the last answer that this stage has read.
+    """
+    receives = neighbour.is_forward if sends[own.forward_at[0]] else ~neighbour.is_forward
+    begun = np.cumsum(receives)
+    first = int(np.argmax(receives))
+    posted = begun[answers_at] + (answers_at >= first - 1)
+    known = np.where(sends, 0, np.minimum(posted[own.chunk], int(begun[-1])))
+    known = np.maximum.accumulate(known)
+    sent: IntArray = np.cumsum(sends) - sends
+    total = np.concatenate(([0.0], np.cumsum(sizes[own.chunk[sends]])))
+    result: FloatArray = total[sent] - total[np.minimum(known, sent)]
+    return result
+
+
+def replica_peaks(replica: ReplicaPlan, cost: CostModel) -> list[int]:
+    """Peak bytes of every stage under the replica's action lists and recompute."""
+    table = tabulate(cost, replica.chunks)
+    memories = stage_memories(replica.actions, replica.chunks, table, cost)
+    return [
+        round(float(memory.curve(np.array(row, np.int64)).max())) if row else cost.state_bytes(stage)
+        for stage, (memory, row) in enumerate(zip(memories, replica.recompute, strict=True))
+    ]
+
+
+def check(plan: Plan, cost: CostModel, budget: int) -> list[list[int]]:
+    """Prove that ``plan`` stays within ``budget`` bytes on every device at every moment.
+
+    Returns the peak bytes as ``[replica][stage]``. Raises :class:`BudgetError`, which names the stage of the highest peak
+    and that peak: the least budget under which this plan runs.
+    """
+    if plan.stage_layers != tuple(cost.stage_layers):
+        raise PlanError(
+            f"the plan has stages of {list(plan.stage_layers)} layers, the cost model of {list(cost.stage_layers)}"
+        )
+    peaks = [replica_peaks(replica, cost) for replica in plan.replicas]
+    for index, stages in enumerate(peaks):
+        worst = max(range(len(stages)), key=stages.__getitem__)
+        if stages[worst] > budget:
+            where = f"replica {index}: " if len(peaks) > 1 else ""
+            raise BudgetError(
+                stages[worst], budget, worst, "recompute more layers or cut more finely", where + "the plan "
+            )
+    return peaks

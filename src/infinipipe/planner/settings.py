@@ -1,0 +1,52 @@
+"""Settings of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infinipipe.plan import PlanError
+
+Recompute = Literal["auto", "none", "all"] | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSettings:
+    """How to plan a step.
+
+    Attributes:
+        planner: name of the planner, see ``infinipipe.planner.PLANNERS``.
+        memory_budget: bytes of each device that a plan may use, model states included; unlimited if not given.
+        token_capacity: most tokens of a chunk; unlimited if not given.
+        max_slices: most slices into which the longest sequence is cut.
+        num_slices: that number itself; searched if not given.
+        recompute: ``auto`` fits the budget layer by layer; ``none``, ``all`` or a number of layers per stage are fixed.
+        schedule: name of the schedule, or ``path/to/file.py:function``.
+        replicas: data-parallel replicas.
+        time_limit: seconds after which the search returns its best plan so far; unlimited if not given.
+        work_limit: most plans that the search tries for a replica; with it alone, equal inputs give equal plans.
+    """
+
+    planner: str = "elastic"
+    memory_budget: int | None = None
+    token_capacity: int | None = None
+    max_slices: int = 32
+    num_slices: int | None = None
+    recompute: Recompute = "auto"
+    schedule: str = "1f1b"
+    replicas: int = 1
+    time_limit: float | None = None
+    work_limit: int = 24
+
+    def __post_init__(self) -> None:
+        for name in ("memory_budget", "token_capacity", "max_slices", "num_slices", "replicas", "work_limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is {value}; it must be at least 1")
+        if self.time_limit is not None and self.time_limit <= 0:
+            raise PlanError(f"time_limit is {self.time_limit}; it must be above 0 seconds")
+        if isinstance(self.recompute, int) and not isinstance(self.recompute, bool):
+            if self.recompute < 0:
+                raise PlanError(f"recompute is {self.recompute} layers; it must be at least 0")
+        elif self.recompute not in ("auto", "none", "all"):
+            raise PlanError(f"recompute is {self.recompute!r}; it must be auto, none, all or a number of layers")

@@ -1,0 +1,129 @@
+"""Solvers of the recompute problem: linear relaxation with rounding and repair, and the integer program as reference."""
+
+from __future__ import annotations
+
+import highspy
+import numpy as np
+
+from infinipipe.cost.work import FloatArray
+from infinipipe.planner.memory import IntArray
+from infinipipe.planner.recompute import TOLERANCE, RecomputeProblem, RecomputeSolution
+
+
+class SolverError(RuntimeError):
+    """The linear or integer program could not be solved."""
+
+
+def _model(problem: RecomputeProblem, *, integer: bool) -> highspy.Highs:
+    rows, count = problem.rows, problem.num_variables
+    scale = rows.values.max()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = count, rows.num_rows
+    lp.col_cost_ = problem.weight / problem.weight.mean()
+    lp.col_lower_, lp.col_upper_ = np.zeros(count), np.full(count, float(problem.upper))
+    lp.row_lower_ = rows.demand / scale
+    lp.row_upper_ = np.full(rows.num_rows, highspy.kHighsInf)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = rows.indptr.astype(np.int32)
+    lp.a_matrix_.index_ = rows.columns.astype(np.int32)
+    lp.a_matrix_.value_ = rows.values / scale
+    if integer:
+        lp.integrality_ = [highspy.HighsVarType.kInteger] * count
+    highs = highspy.Highs()
+    highs.silent()
+    highs.setOptionValue("threads", 1)
+    highs.passModel(lp)
+    return highs
+
+
+def solve_relaxation(problem: RecomputeProblem) -> tuple[float, FloatArray]:
+    """Optimum and a solution of the linear relaxation. Raises ``SolverError`` if no window-filling recompute exists."""
+    if not problem.rows.num_rows:
+        return 0.0, np.zeros(problem.num_variables)
+    highs = _model(problem, integer=False)
+    highs.run()
+    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        raise SolverError(f"the linear relaxation is {highs.modelStatusToString(highs.getModelStatus())}")
+    values = np.clip(np.array(highs.getSolution().col_value), 0.0, problem.upper)
+    return highs.getInfo().objective_function_value * float(problem.weight.mean()), values
+
+
+def solve_exactly(problem: RecomputeProblem, *, gap: float = 0.0, time_limit: float = 60.0) -> RecomputeSolution:
+    """The integer program, to a relative ``gap``. Raises ``SolverError`` if nothing is found in ``time_limit`` seconds."""
+    if not problem.rows.num_rows:
+        return RecomputeSolution(np.zeros(problem.num_variables, np.int64), 0.0, 0.0)
+    highs = _model(problem, integer=True)
+    highs.setOptionValue("mip_rel_gap", gap)
+    highs.setOptionValue("time_limit", time_limit)
+    highs.run()
+    info = highs.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise SolverError(f"the integer program is {highs.modelStatusToString(highs.getModelStatus())}")
+    values = np.rint(np.array(highs.getSolution().col_value)).astype(np.int64)
+    values = _Repair(problem, values).run()
+    return RecomputeSolution(values, problem.objective(values), info.mip_dual_bound * float(problem.weight.mean()))
+
+
+def solve(problem: RecomputeProblem) -> RecomputeSolution:
+    """Round the linear relaxation down, repair it greedily, and drop what is not needed. Raises ``SolverError``."""
+    bound, relaxed = solve_relaxation(problem)
+    values = np.floor(relaxed + 1e-6).astype(np.int64)
+    values = _Repair(problem, values, relaxed - values).run()
+    return RecomputeSolution(values, problem.objective(values), bound)
+
+
+class _Repair:
+    """Raises variables until every window is filled, then lowers those that none needs."""
+
+    def __init__(self, problem: RecomputeProblem, values: IntArray, preference: FloatArray | None = None) -> None:
+        rows = problem.rows
+        self.problem, self.values = problem, values.copy()
+        self.preference = preference if preference is not None else np.zeros(problem.num_variables)
+        by_column = np.argsort(rows.columns, kind="stable")
+        self.row_of = np.repeat(np.arange(rows.num_rows), np.diff(rows.indptr))[by_column]
+        self.amount = rows.values[by_column]
+        counts = np.bincount(rows.columns, minlength=problem.num_variables)
+        self.start = np.concatenate(([0], np.cumsum(counts))).tolist()
+        self.missing = rows.demand - rows.product(self.values)
+
+    def run(self) -> IntArray:
+        self._fill()
+        self._trim()
+        return self.values
+
+    def _column(self, variable: int) -> slice:
+        return slice(self.start[variable], self.start[variable + 1])
+
+    def _change(self, variable: int, step: int) -> None:
+        column = self._column(variable)
+        self.values[variable] += step
+        self.missing[self.row_of[column]] -= step * self.amount[column]
+
+    def _gain(self, variable: int) -> float:
+        """Demand that one more unit meets, per weight."""
+        column = self._column(variable)
+        missing = np.maximum(self.missing[self.row_of[column]], 0.0)
+        gain = np.minimum(missing, self.amount[column]).sum()
+        return float(gain * (1.0 + self.preference[variable]) / self.problem.weight[variable])
+
+    def _fill(self) -> None:
+        rows, upper = self.problem.rows, self.problem.upper
+        while rows.num_rows:
+            worst = int(np.argmax(self.missing))
+            if self.missing[worst] <= TOLERANCE:
+                return
+            columns = rows.columns[rows.indptr[worst] : rows.indptr[worst + 1]]
+            choices = [v for v in columns.tolist() if self.values[v] < upper]
+            if not choices:
+                raise SolverError("a window does not fit even if everything in it is recomputed")
+            self._change(max(choices, key=self._gain), 1)
+
+    def _trim(self) -> None:
+        order = np.argsort(-self.problem.weight, kind="stable")
+        for variable in order.tolist():
+            column = self._column(variable)
+            while self.values[variable] > 0:
+                after = self.missing[self.row_of[column]] + self.amount[column]
+                if (after > TOLERANCE).any():
+                    break
+                self._change(variable, -1)

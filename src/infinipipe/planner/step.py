@@ -1,0 +1,73 @@
+"""From the lengths of a global batch to its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from infinipipe.cost import CostModel
+from infinipipe.plan import Plan, PlanError, ReplicaPlan
+from infinipipe.planner.draft import sequence_time
+from infinipipe.planner.memory import BudgetError, check
+from infinipipe.planner.replicas import split_by_time
+from infinipipe.planner.search import Clock, Found, paper_drafts, search
+from infinipipe.planner.settings import PlannerSettings
+
+Planner = Callable[[Sequence[int], Sequence[int], CostModel, PlannerSettings, Clock], Found]
+"""``planner(lengths, sequences, cost, settings, clock)`` plans the given sequences of a batch for one replica."""
+
+
+def plan_paper(
+    lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings, clock: Clock
+) -> Found:
+    """Algorithm 1 for several numbers of slices; the fastest that fits the budget."""
+    return search(paper_drafts(lengths, sequences, cost, settings), settings, clock)
+
+
+PLANNERS: dict[str, Planner] = {"elastic": plan_paper, "elastic-paper": plan_paper}
+
+
+def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings | None = None) -> Plan:
+    """Plan one optimizer step over sequences of ``lengths`` tokens.
+
+    The plan is valid and within the memory budget. Its metadata holds the planner's name, its predicted seconds and
+    peak bytes per replica and stage. Raises ``PlanError`` for unusable input, ``BudgetError`` if nothing fits.
+    """
+    settings = settings or PlannerSettings()
+    if not lengths:
+        raise PlanError("there are no sequences to plan; the batch must have at least one")
+    if min(lengths) < 1:
+        raise PlanError(f"a sequence has {min(lengths)} tokens; every sequence must have at least 1")
+    if settings.planner not in PLANNERS:
+        raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
+    began = time.perf_counter()
+    parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
+    clock = Clock(settings)
+    planner = PLANNERS[settings.planner]
+    replicas: list[ReplicaPlan] = []
+    seconds: list[float] = []
+    for index, part in enumerate(parts):
+        if not part:
+            replicas.append(_idle(len(cost.stage_layers)))
+            seconds.append(0.0)
+            continue
+        try:
+            found = planner(lengths, part, cost, settings, clock)
+        except BudgetError as error:
+            where = f"replica {index} " if len(parts) > 1 else ""
+            raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None
+        replicas.append(found.replica)
+        seconds.append(found.seconds)
+    plan = Plan(tuple(cost.stage_layers), tuple(lengths), tuple(replicas))
+    peaks = check(plan, cost, settings.memory_budget) if settings.memory_budget is not None else None
+    metadata = {
+        "planner": settings.planner,
+        "predicted_seconds": seconds,
+        "predicted_peak_bytes": peaks,
+        "planning_seconds": time.perf_counter() - began,
+    }
+    return Plan(plan.stage_layers, plan.lengths, plan.replicas, metadata)
+
+
+def _idle(num_stages: int) -> ReplicaPlan:
+    return ReplicaPlan((), ((),) * num_stages, ((),) * num_stages)
