@@ -37,11 +37,11 @@ class RoundCost:
     def dkv_bytes(self, length: int, stage: int) -> int:
         return 4 * length * self.stage_layers[stage]
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int) -> int:
+    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
         return 3 * chunk.num_tokens
 
     def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return (7 if layers else 5) * chunk.num_tokens
+        return (7 if 0 < layers == self.stage_layers[stage] else 5) * chunk.num_tokens
 
     def message_bytes(self, num_tokens: int) -> int:
         return num_tokens

@@ -1,0 +1,96 @@
+"""Where each stage's time goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from infinipipe.plan import ActionKind, Direction
+from infinipipe.timeline.events import Message, Span, Timeline
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One stage's seconds; they add up to the step's.
+
+    Attributes:
+        forward: computing forwards.
+        backward: computing backwards, without recompute.
+        recompute: recomputing.
+        communication: idle while the message that the next action needs waits for the link or is on it.
+        warmup_bubble: otherwise idle until a pipeline's first backward.
+        steady_bubble: otherwise idle from there to the pipeline's last forward.
+        cooldown_bubble: otherwise idle after the pipeline's last forward, and at the end of the step.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    communication: float
+    warmup_bubble: float
+    steady_bubble: float
+    cooldown_bubble: float
+
+    @property
+    def bubble(self) -> float:
+        return self.warmup_bubble + self.steady_bubble + self.cooldown_bubble
+
+    @property
+    def total(self) -> float:
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+
+def breakdown(timeline: Timeline) -> tuple[StageTime, ...]:
+    """Where every stage's time goes.
+
+    Idle time before an action belongs to the phase of the action's pipeline at that stage. Without messages in the
+    timeline, communication is counted as bubble.
+    """
+    arrivals: dict[tuple[int, Direction, int], Message] = {
+        (m.target, m.direction, m.chunk): m for m in timeline.messages
+    }
+    pipeline_of = [number for number, pipeline in enumerate(timeline.pipelines) for _ in pipeline.chunks]
+    return tuple(
+        _stage_time(stage, row, arrivals, pipeline_of, timeline.makespan) for stage, row in enumerate(timeline.spans)
+    )
+
+
+def _stage_time(
+    stage: int,
+    spans: tuple[Span, ...],
+    arrivals: dict[tuple[int, Direction, int], Message],
+    pipeline_of: list[int],
+    makespan: float,
+) -> StageTime:
+    first_backward: dict[int, int] = {}
+    last_forward: dict[int, int] = {}
+    for position, span in enumerate(spans):
+        pipeline = pipeline_of[span.action.chunk]
+        if span.action.kind == ActionKind.FORWARD:
+            last_forward[pipeline] = position
+        else:
+            first_backward.setdefault(pipeline, position)
+    forward = backward = recompute = communication = reached = 0.0
+    warmup = steady = cooldown = 0.0
+    for position, span in enumerate(spans):
+        is_forward = span.action.kind == ActionKind.FORWARD
+        idle = span.start - reached
+        message = arrivals.get((stage, Direction.FORWARD if is_forward else Direction.BACKWARD, span.action.chunk))
+        if message is not None:
+            exposed = max(min(message.end, span.start) - max(message.ready, reached), 0.0)
+            communication += exposed
+            idle -= exposed
+        pipeline = pipeline_of[span.action.chunk]
+        if position <= first_backward.get(pipeline, len(spans)):
+            warmup += idle
+        elif position <= last_forward.get(pipeline, -1):
+            steady += idle
+        else:
+            cooldown += idle
+        if is_forward:
+            forward += span.seconds
+        else:
+            backward += span.seconds - span.recompute
+            recompute += span.recompute
+        reached = span.end
+    return StageTime(forward, backward, recompute, communication, warmup, steady, cooldown + makespan - reached)

@@ -1,0 +1,265 @@
+"""What happened, or will happen, in a step: one format for simulated and measured steps.
+
+Seconds count from the start of the step, stages and chunks from 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from infinipipe.plan import Action, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
+
+FORMAT = "infinipipe timeline"
+VERSION = 1
+
+
+class TimelineError(ValueError):
+    """A timeline file that cannot be read or drawn; the message says what is wrong with it."""
+
+
+class Source(enum.StrEnum):
+    """Where a timeline comes from."""
+
+    SIMULATED = "simulated"
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action while it computes, from ``start`` to ``end``.
+
+    ``recompute`` is how many of its seconds recompute, and ``layers`` how many layers.
+    """
+
+    action: Action
+    start: float
+    end: float
+    recompute: float = 0.0
+    layers: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One transfer from stage ``source`` to its neighbour: both ends posted at ``ready``, on the link from ``start``."""
+
+    source: int
+    direction: Direction
+    chunk: int
+    ready: float
+    start: float
+    end: float
+
+    @property
+    def target(self) -> int:
+        return self.source + (1 if self.direction == Direction.FORWARD else -1)
+
+
+MemoryCurve = tuple[tuple[float, int], ...]
+"""Bytes in use from each moment on, as (seconds, bytes) in order of time."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One replica's step.
+
+    Attributes:
+        source: simulated or measured.
+        pipelines: the chunks; actions number them through all pipelines.
+        spans: for every stage, its actions in order.
+        messages: transfers between stages, if they are known.
+        memory: for every stage, its memory curve, empty if it is not known.
+        budget: bytes that no device may exceed, if there is a limit.
+        name: what to call the step in a heading.
+    """
+
+    source: Source
+    pipelines: tuple[Pipeline, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    messages: tuple[Message, ...] = ()
+    memory: tuple[MemoryCurve, ...] = ()
+    budget: int | None = None
+    name: str = ""
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for pipeline in self.pipelines for chunk in pipeline.chunks)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.spans)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the start of the step to the end of its last action."""
+        return max((span.end for row in self.spans for span in row), default=0.0)
+
+    @property
+    def title(self) -> str:
+        return self.name or self.source.value
+
+    def peak(self, stage: int) -> int:
+        """The most bytes on the stage's memory curve; 0 if it is not known."""
+        return max((size for _, size in self.memory[stage]), default=0) if self.memory else 0
+
+
+class MeasuredEvent(Protocol):
+    """What an executor records of an action: ``start`` and ``end`` in seconds on any clock that all stages share."""
+
+    @property
+    def action(self) -> str: ...
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+def measured_timeline(
+    replica: ReplicaPlan,
+    events: Sequence[Sequence[MeasuredEvent]],
+    *,
+    memory: Sequence[Sequence[tuple[float, int]]] = (),
+    budget: int | None = None,
+    name: str = "",
+) -> Timeline:
+    """The timeline of a measured step, which starts with its earliest event.
+
+    Args:
+        replica: the plan that ran.
+        events: for every stage, what was recorded.
+        memory: for every stage, samples of (seconds on the same clock, bytes in use).
+        budget: bytes that no device may exceed.
+        name: what to call the step.
+    """
+    origin = min((event.start for row in events for event in row), default=0.0)
+    spans = []
+    for stage, row in enumerate(events):
+        actions = [(Action.parse(event.action), event) for event in row]
+        spans.append(
+            tuple(
+                Span(
+                    action,
+                    event.start - origin,
+                    event.end - origin,
+                    layers=replica.recompute[stage][action.chunk] if action.kind == "B" else 0,
+                )
+                for action, event in actions
+            )
+        )
+    curves = tuple(tuple((max(seconds - origin, 0.0), size) for seconds, size in row) for row in memory)
+    return Timeline(Source.MEASURED, replica.pipelines, tuple(spans), memory=curves, budget=budget, name=name)
+
+
+def to_json(timeline: Timeline) -> str:
+    """The timeline as JSON text; ``from_json`` reads it back."""
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": timeline.source.value,
+        "name": timeline.name,
+        "budget": timeline.budget,
+        "pipelines": [
+            [[[s.sequence, s.start, s.stop, s.length] for s in chunk.slices] for chunk in pipeline.chunks]
+            for pipeline in timeline.pipelines
+        ],
+        "spans": [[[str(s.action), s.start, s.end, s.recompute, s.layers] for s in row] for row in timeline.spans],
+        "messages": [[m.source, m.direction.value, m.chunk, m.ready, m.start, m.end] for m in timeline.messages],
+        "memory": [[[seconds, size] for seconds, size in curve] for curve in timeline.memory],
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def from_json(text: str) -> Timeline:
+    """Read a timeline. Raises ``TimelineError``."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise TimelineError(f"the timeline is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise TimelineError("this is not a timeline; 'infinipipe simulate' and 'infinipipe train' write them")
+    if data.get("version") != VERSION:
+        raise TimelineError(f"the timeline has version {data.get('version')!r}; this release reads version {VERSION}")
+    try:
+        timeline = _timeline(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TimelineError(f"the timeline is malformed: {type(error).__name__}: {error}") from None
+    _check(timeline)
+    return timeline
+
+
+def _timeline(data: Mapping[str, Any]) -> Timeline:
+    budget = data["budget"]
+    return Timeline(
+        source=Source(data["source"]),
+        pipelines=tuple(
+            Pipeline(tuple(Chunk(tuple(Slice(*map(int, s)) for s in chunk)) for chunk in pipeline))
+            for pipeline in data["pipelines"]
+        ),
+        spans=tuple(
+            tuple(Span(Action.parse(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in row)
+            for row in data["spans"]
+        ),
+        messages=tuple(
+            Message(int(a), Direction(b), int(c), float(d), float(e), float(f)) for a, b, c, d, e, f in data["messages"]
+        ),
+        memory=tuple(tuple((float(seconds), int(size)) for seconds, size in curve) for curve in data["memory"]),
+        budget=None if budget is None else int(budget),
+        name=str(data["name"]),
+    )
+
+
+def _check(timeline: Timeline) -> None:
+    num_chunks = len(timeline.chunks)
+    if timeline.memory and len(timeline.memory) != timeline.num_stages:
+        raise TimelineError(f"the timeline has {timeline.num_stages} stages but {len(timeline.memory)} memory curves")
+    if not all(chunk.slices for chunk in timeline.chunks):
+        raise TimelineError("the timeline has a chunk without slices")
+    for stage, row in enumerate(timeline.spans):
+        reached = 0.0
+        for span in row:
+            if span.action.chunk >= num_chunks:
+                raise TimelineError(f"stage {stage} runs {span.action}, but there are {num_chunks} chunks")
+            if not reached <= span.start <= span.end:
+                raise TimelineError(f"stage {stage}: {span.action} starts before what comes before it has ended")
+            reached = span.end
+
+
+def save(timeline: Timeline, path: str | Path) -> None:
+    """Write the timeline as JSON, atomically."""
+    write_beside(path, (to_json(timeline) + "\n").encode())
+
+
+def load(path: str | Path) -> Timeline:
+    """Read a timeline file. Raises ``TimelineError`` naming the file."""
+    try:
+        return from_json(Path(path).read_text())
+    except OSError as error:
+        raise TimelineError(f"cannot read the timeline {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TimelineError(f"{path} is not a text file") from None
+    except (TimelineError, PlanError) as error:
+        raise TimelineError(f"{path}: {error}") from None
+
+
+def write_beside(path: str | Path, content: bytes) -> None:
+    """Write a file beside ``path``, then rename it. Raises ``TimelineError`` if that cannot be done."""
+    path = Path(path)
+    beside = path.with_name(path.name + f".tmp{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise TimelineError(f"cannot write {path}: {error.strerror}") from None
