@@ -1,0 +1,44 @@
+"""The command ``infinipipe``: finds the sub-command and turns a user's error into one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+COMMANDS = {
+    "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
+}
+"""Module, with a function ``run(arguments) -> exit code``, and summary of every command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code: 0, 2 for a user's error, 1 for a failure."""
+    parser = argparse.ArgumentParser(
+        prog="infinipipe",
+        description="Elastic Pipeline Parallelism: exact, memory-fitted training on long, variable-length sequences.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n\n'infinipipe COMMAND --help' lists what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"infinipipe {version('infinipipe')}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help()
+        return 2
+    parsed = parser.parse_args(given)
+    module = importlib.import_module(COMMANDS[parsed.command][0])
+    try:
+        return module.run(parsed.arguments)
+    except ValueError as error:
+        print(f"infinipipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

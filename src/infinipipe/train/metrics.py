@@ -1,0 +1,119 @@
+"""What is known of a step, as a line for the terminal, a JSON line and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch.utils.tensorboard import SummaryWriter
+
+from infinipipe.plan import ChunkKind, Plan
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a plan was made of: chunks by kind, pipelines, and the slices of the most finely cut sequence."""
+
+    split: int
+    batched: int
+    hybrid: int
+    pipelines: int
+    most_slices: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanSummary:
+        kinds = Counter(chunk.kind for chunk in plan.all_chunks())
+        pipelines = [pipeline for replica in plan.replicas for pipeline in replica.pipelines]
+        return cls(
+            split=kinds[ChunkKind.SPLIT],
+            batched=kinds[ChunkKind.BATCHED],
+            hybrid=kinds[ChunkKind.HYBRID],
+            pipelines=len(pipelines),
+            most_slices=max((pipeline.num_splits for pipeline in pipelines), default=0),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.split} split {self.batched} batched {self.hybrid} hybrid chunks, "
+            f"{self.pipelines} pipeline{'s' * (self.pipelines != 1)}, most slices {self.most_slices}"
+        )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean token loss, in nats.
+        tokens: of the global batch.
+        seconds: from one step's end to the next one's.
+        gradient_norm: before clipping.
+        learning_rate: that was used.
+        peak_bytes: most live activation bytes of every stage.
+        plan: what it was made of.
+        plan_hash: of the plan.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    gradient_norm: float
+    learning_rate: float
+    peak_bytes: list[int]
+    plan: PlanSummary
+    plan_hash: str
+
+    def line(self, num_steps: int) -> str:
+        """The step in one line."""
+        peaks = "+".join(f"{peak / 2**20:.0f}" for peak in self.peak_bytes)
+        return (
+            f"step {self.step:{len(str(num_steps))}}/{num_steps}  loss {self.loss:.4f}  "
+            f"{self.tokens / self.seconds:,.0f} tokens/s  norm {self.gradient_norm:.3f}  "
+            f"activations {peaks} MiB  {self.tokens} tokens: {self.plan}"
+        )
+
+
+class MetricsWriter:
+    """Writes to ``metrics.jsonl`` and ``tensorboard/`` in ``folder``, which an earlier run there must not share."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("w")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._board.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Write a step."""
+        self._write({"kind": "step", **asdict(record)})
+        scalars = {
+            "loss": record.loss,
+            "tokens_per_second": record.tokens / record.seconds,
+            "gradient_norm": record.gradient_norm,
+            "learning_rate": record.learning_rate,
+            "most_slices": record.plan.most_slices,
+        }
+        scalars |= {f"peak_bytes/stage{stage}": peak for stage, peak in enumerate(record.peak_bytes)}
+        for name, value in scalars.items():
+            self._board.add_scalar(f"train/{name}", value, record.step)
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """Write the held-out loss after ``step`` steps, over ``tokens`` supervised tokens."""
+        self._write({"kind": "evaluation", "step": step, "loss": loss, "tokens": tokens})
+        self._board.add_scalar("held_out/loss", loss, step)
+
+    def _write(self, record: dict[str, object]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()

@@ -1,0 +1,76 @@
+"""How a worker says what it died of, and how it notices that its launcher is gone. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPORTS = "INFINIPIPE_REPORTS"
+"""Environment variable by which a launcher names the folder for reports; absent under other launchers."""
+
+
+class StoppedElsewhereError(Exception):
+    """Another process has met a user's error and says so; this one only ends."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The error that ended a worker: its message, whether the user can mend it, and when it was."""
+
+    message: str
+    is_users: bool
+    time: float
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    return folder / f"error{rank}.json"
+
+
+def read_report(folder: Path, rank: int) -> Report | None:
+    """What worker ``rank`` has reported, if anything readable."""
+    try:
+        return Report(**json.loads(report_path(folder, rank).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def run_reported(work: Callable[[], int], rank: int) -> int:
+    """Run ``work`` and return its exit code, or 2 for a user's error (``ValueError``), 1 for any other.
+
+    The traceback goes to standard error if a launcher sends that to a log; else a user's error is one line there.
+    """
+    folder = os.environ.get(REPORTS)
+    if folder is not None:
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    try:
+        return work()
+    except StoppedElsewhereError:
+        return 2
+    except Exception as error:
+        is_users = isinstance(error, ValueError)
+        first = " ".join(str(error).split())
+        message = first if is_users else f"{type(error).__name__}: {first}"
+        if folder is None and is_users:
+            print(f"infinipipe: error: {message}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        if folder is not None:
+            path = report_path(Path(folder), rank)
+            beside = path.with_suffix(".tmp")
+            beside.write_text(json.dumps(asdict(Report(message, is_users, time.time()))))
+            beside.replace(path)
+        return 2 if is_users else 1
+
+
+def _end_with_launcher() -> None:
+    """The launcher never writes to standard input, so its end means that the launcher is gone."""
+    while os.read(0, 1024):
+        pass
+    os._exit(1)

@@ -1,0 +1,186 @@
+"""Settings of a training run: the model, its plan and its processes, the optimizer, the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infinipipe.data.settings import DataSettings, TokenizerSettings
+from infinipipe.settings import SettingError, require_above, require_range
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The causal language model, by a Hugging Face configuration.
+
+    Attributes:
+        path: a Hugging Face model directory or config.json; if empty, the model is described by config alone
+        config: fields of the Hugging Face configuration, model_type among them if there is no path; they replace those of path. vocab_size is the tokenizer's if not given
+        weights: load starts from the safetensors in path, random from train.seed
+        dtype: of the computing; bfloat16 keeps float32 master weights
+    """
+
+    path: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    weights: Literal["load", "random"] = "random"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.path and not isinstance(self.config.get("model_type"), str):
+            raise SettingError("model needs a path, or a config with a model_type such as llama")
+        if self.weights == "load" and not self.path:
+            raise SettingError(
+                "model.weights is load, but there is no model.path to load from; set one or choose random"
+            )
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How each step is cut into chunks, scheduled and recomputed.
+
+    Attributes:
+        planner: the planner's name
+        schedule: order of forwards and backwards: 1f1b, gpipe, or path/to/file.py:function
+        max_slices: most slices into which the longest sequence of a step may be cut
+        num_slices: that number itself (K); 0 searches for the fastest up to max_slices
+        token_capacity: most tokens of a chunk; 0 is without limit
+        memory_budget: GiB of each device for weights, gradients, optimizer states and activations; 0 is without limit
+        recompute: layers of every stage that are computed again in backward: none, all, a number, or auto, which takes what the budget asks for
+        flops_per_second: what one device reaches, for the planner's estimate of time
+        chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
+    """
+
+    planner: str = "elastic"
+    schedule: str = "1f1b"
+    max_slices: int = 32
+    num_slices: int = 0
+    token_capacity: int = 0
+    memory_budget: float = 0.0
+    recompute: Literal["auto", "none", "all"] | int = "auto"
+    flops_per_second: float = 5e10
+    chunk_seconds: float = 0.02
+
+    def __post_init__(self) -> None:
+        require_range("plan.max_slices", self.max_slices, at_least=1)
+        require_range("plan.num_slices", self.num_slices, at_least=0)
+        require_range("plan.token_capacity", self.token_capacity, at_least=0)
+        require_range("plan.memory_budget", self.memory_budget, at_least=0)
+        require_above("plan.flops_per_second", self.flops_per_second, 0)
+        require_range("plan.chunk_seconds", self.chunk_seconds, at_least=0)
+        if not isinstance(self.recompute, str):
+            require_range("plan.recompute", self.recompute, at_least=0)
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Processes and what each is given.
+
+    Attributes:
+        stages: pipeline stages, one process each
+        stage_layers: decoder layers of every stage; even if not given
+        device: auto takes CUDA where there is a device for every process, else the CPU
+        threads: of each process on the CPU
+        timeout: seconds that a process waits for another before it gives up
+    """
+
+    stages: int = 1
+    stage_layers: list[int] | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+    timeout: int = 3600
+
+    def __post_init__(self) -> None:
+        require_range("parallel.stages", self.stages, at_least=1)
+        require_range("parallel.threads", self.threads, at_least=1)
+        require_range("parallel.timeout", self.timeout, at_least=1)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with linear warm-up and cosine decay; vectors such as norm weights are not decayed.
+
+    Attributes:
+        learning_rate: the highest
+        final_share: the last step's learning rate as a share of the highest
+        warmup_steps: steps in which it rises from 0
+        betas: decay of the two moments
+        epsilon: added to the root of the second moment
+        weight_decay: of matrices, decoupled
+        max_norm: global gradient norm above which gradients are scaled down; 0 never does
+    """
+
+    learning_rate: float = 1e-3
+    final_share: float = 0.1
+    warmup_steps: int = 10
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_above("optimizer.learning_rate", self.learning_rate, 0)
+        require_range("optimizer.final_share", self.final_share, at_least=0, at_most=1)
+        require_range("optimizer.warmup_steps", self.warmup_steps, at_least=0)
+        for beta in self.betas:
+            require_range("optimizer.betas", beta, at_least=0, at_most=0.999999)
+        require_above("optimizer.epsilon", self.epsilon, 0)
+        require_range("optimizer.weight_decay", self.weight_decay, at_least=0)
+        require_range("optimizer.max_norm", self.max_norm, at_least=0)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The training loop.
+
+    Attributes:
+        output: folder of the run: logs, metrics and at the end the Hugging Face checkpoint
+        steps: optimizer steps
+        seed: of random weights and of the order of sequences
+        evaluate_every: steps between evaluations on held-out documents; 0 evaluates at the end only
+        evaluate_sequences: held-out documents of an evaluation, the first ones of a fixed order
+        loss_block_tokens: tokens whose logits exist at once on the last stage
+    """
+
+    output: str = "runs/train"
+    steps: int = 100
+    seed: int = 0
+    evaluate_every: int = 0
+    evaluate_sequences: int = 16
+    loss_block_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise SettingError("train.output is empty; name a folder for the run")
+        require_range("train.steps", self.steps, at_least=1)
+        require_range("train.seed", self.seed, at_least=0, at_most=2**63 - 1)
+        require_range("train.evaluate_every", self.evaluate_every, at_least=0)
+        require_range("train.evaluate_sequences", self.evaluate_sequences, at_least=1)
+        require_range("train.loss_block_tokens", self.loss_block_tokens, at_least=1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a training run.
+
+    Attributes:
+        model: the language model
+        tokenizer: how text becomes tokens
+        data: the documents and the global batches
+        plan: how each step is cut, packed, scheduled and recomputed
+        parallel: processes
+        optimizer: AdamW and its schedule
+        train: the loop
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of the run."""
+        return self.parallel.stages
