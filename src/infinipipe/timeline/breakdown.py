@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from infinipipe.plan import ActionKind, Direction
@@ -46,40 +47,52 @@ def breakdown(timeline: Timeline) -> tuple[StageTime, ...]:
     Idle time before an action belongs to the phase of the action's pipeline at that stage. Without messages in the
     timeline, communication is counted as bubble.
     """
-    arrivals: dict[tuple[int, Direction, int], Message] = {
-        (m.target, m.direction, m.chunk): m for m in timeline.messages
-    }
     pipeline_of = [number for number, pipeline in enumerate(timeline.pipelines) for _ in pipeline.chunks]
+    exposed = exposed_communication(timeline)
     return tuple(
-        _stage_time(stage, row, arrivals, pipeline_of, timeline.makespan) for stage, row in enumerate(timeline.spans)
+        _stage_time(row, exposed[stage], pipeline_of, timeline.makespan) for stage, row in enumerate(timeline.spans)
     )
 
 
+def exposed_communication(timeline: Timeline) -> tuple[dict[int, tuple[float, float]], ...]:
+    """For every stage, the interval before the action at a position in which the stage waits for the link."""
+    arrivals: dict[tuple[int, Direction, int], Message] = {
+        (m.target, m.direction, m.chunk): m for m in timeline.messages
+    }
+    return tuple(dict(_exposed(stage, row, arrivals)) for stage, row in enumerate(timeline.spans))
+
+
+def _exposed(
+    stage: int, spans: tuple[Span, ...], arrivals: dict[tuple[int, Direction, int], Message]
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    reached = 0.0
+    for position, span in enumerate(spans):
+        direction = Direction.FORWARD if span.action.kind is ActionKind.FORWARD else Direction.BACKWARD
+        message = arrivals.get((stage, direction, span.action.chunk))
+        if message is not None:
+            begin, end = max(message.ready, reached), min(message.end, span.start)
+            if end > begin:
+                yield position, (begin, end)
+        reached = span.end
+
+
 def _stage_time(
-    stage: int,
-    spans: tuple[Span, ...],
-    arrivals: dict[tuple[int, Direction, int], Message],
-    pipeline_of: list[int],
-    makespan: float,
+    spans: tuple[Span, ...], exposed: dict[int, tuple[float, float]], pipeline_of: list[int], makespan: float
 ) -> StageTime:
     first_backward: dict[int, int] = {}
     last_forward: dict[int, int] = {}
     for position, span in enumerate(spans):
         pipeline = pipeline_of[span.action.chunk]
-        if span.action.kind == ActionKind.FORWARD:
+        if span.action.kind is ActionKind.FORWARD:
             last_forward[pipeline] = position
         else:
             first_backward.setdefault(pipeline, position)
     forward = backward = recompute = communication = reached = 0.0
     warmup = steady = cooldown = 0.0
     for position, span in enumerate(spans):
-        is_forward = span.action.kind == ActionKind.FORWARD
-        idle = span.start - reached
-        message = arrivals.get((stage, Direction.FORWARD if is_forward else Direction.BACKWARD, span.action.chunk))
-        if message is not None:
-            exposed = max(min(message.end, span.start) - max(message.ready, reached), 0.0)
-            communication += exposed
-            idle -= exposed
+        begin, end = exposed.get(position, (0.0, 0.0))
+        communication += end - begin
+        idle = span.start - reached - (end - begin)
         pipeline = pipeline_of[span.action.chunk]
         if position <= first_backward.get(pipeline, len(spans)):
             warmup += idle
@@ -87,7 +100,7 @@ def _stage_time(
             steady += idle
         else:
             cooldown += idle
-        if is_forward:
+        if span.action.kind is ActionKind.FORWARD:
             forward += span.seconds
         else:
             backward += span.seconds - span.recompute

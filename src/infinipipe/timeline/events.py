@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from infinipipe.plan import Action, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
+from infinipipe.plan import Action, ActionKind, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
 
 FORMAT = "infinipipe timeline"
 VERSION = 1
@@ -63,6 +63,11 @@ class Message:
     @property
     def target(self) -> int:
         return self.source + (1 if self.direction == Direction.FORWARD else -1)
+
+    @property
+    def action(self) -> Action:
+        """The action that produces the message at its source and needs it at its target."""
+        return Action(ActionKind.FORWARD if self.direction == Direction.FORWARD else ActionKind.BACKWARD, self.chunk)
 
 
 MemoryCurve = tuple[tuple[float, int], ...]
@@ -153,7 +158,7 @@ def measured_timeline(
                     action,
                     event.start - origin,
                     event.end - origin,
-                    layers=replica.recompute[stage][action.chunk] if action.kind == "B" else 0,
+                    layers=replica.recompute[stage][action.chunk] if action.kind == ActionKind.BACKWARD else 0,
                 )
                 for action, event in actions
             )
@@ -234,6 +239,13 @@ def _check(timeline: Timeline) -> None:
             if not reached <= span.start <= span.end:
                 raise TimelineError(f"stage {stage}: {span.action} starts before what comes before it has ended")
             reached = span.end
+    actions = [{span.action for span in row} for row in timeline.spans]
+    for message in timeline.messages:
+        ends = (message.source, message.target)
+        if not all(0 <= stage < timeline.num_stages and message.action in actions[stage] for stage in ends):
+            raise TimelineError(
+                f"a message takes {message.action} from stage {ends[0]} to {ends[1]}, which do not both run it"
+            )
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
