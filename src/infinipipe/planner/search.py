@@ -1,17 +1,18 @@
-"""The search for one replica's plan: drafts ranked by a quick estimate, the best of them fitted and simulated."""
+"""What all planners share: a replica's problem with its chunkings, limits of a search, and the search over slice numbers."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from infinipipe.cost import CostModel
-from infinipipe.plan import PlanError, ReplicaPlan
-from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking
+from infinipipe.plan import Chunk, PlanError, ReplicaPlan
+from infinipipe.planner.chunking import Chunking, SequenceTime, TokenOverflowError, balanced_chunking
 from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError, IntArray
-from infinipipe.planner.recompute import RecomputeSolution, aggregated_bound
+from infinipipe.planner.recompute import RecomputeSolution
 from infinipipe.planner.settings import PlannerSettings
 
 
@@ -29,88 +30,138 @@ class Found:
         return self.draft.build(self.recompute)
 
 
-class Clock:
-    """The search's limits: seconds, or a number of tries."""
+@dataclass
+class Limits:
+    """A search's limits: the moment at which it ends, and how many drafts it may still try."""
 
-    def __init__(self, settings: PlannerSettings) -> None:
-        self._end = None if settings.time_limit is None else time.monotonic() + settings.time_limit
-        self._tries = settings.work_limit
+    end: float
+    tries: int
+
+    @classmethod
+    def of(cls, settings: PlannerSettings) -> Limits:
+        seconds = math.inf if settings.time_limit is None else settings.time_limit
+        return cls(time.monotonic() + seconds, settings.work_limit)
 
     def spend(self) -> bool:
-        """Take one try; ``False`` if none or no time is left."""
-        self._tries -= 1
-        return self._tries >= 0 and not self.expired
+        """Take one try; ``False`` if no try or no time is left."""
+        self.tries -= 1
+        return self.tries >= 0 and time.monotonic() < self.end
+
+
+@dataclass
+class Replica:
+    """The sequences of one replica, what planning them asks for, and the best plan so far.
+
+    Attributes:
+        lengths: tokens of all sequences of the global batch.
+        sequences: those of this replica.
+        cost, settings: as given to :func:`infinipipe.planner.plan_step`.
+        limits: of the search.
+    """
+
+    lengths: Sequence[int]
+    sequences: Sequence[int]
+    cost: CostModel
+    settings: PlannerSettings
+    limits: Limits
+    best: Found | None = None
+    _nearest: BudgetError | None = None
+    _chunkings: dict[int, Chunking | TokenOverflowError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.time: SequenceTime = sequence_time(self.cost, self.longest)
 
     @property
-    def expired(self) -> bool:
-        return self._end is not None and time.monotonic() > self._end
+    def longest(self) -> int:
+        return max(self.lengths[i] for i in self.sequences)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a chunk."""
+        return self.settings.token_capacity or max(sum(self.lengths[i] for i in self.sequences), 1)
+
+    def chunking(self, num_slices: int) -> Chunking | None:
+        """Algorithm 1 with ``num_slices``; ``None`` if a slice would exceed the token capacity."""
+        known = self._chunkings.get(num_slices)
+        if known is None:
+            try:
+                known = balanced_chunking(
+                    self.lengths, self.sequences, num_slices, self.time, token_capacity=self.capacity
+                )
+            except TokenOverflowError as error:
+                known = error
+            self._chunkings[num_slices] = known
+        return known if isinstance(known, Chunking) else None
+
+    def slice_numbers(self) -> list[int]:
+        """The ``K`` to try, ascending: the given one, or about six for every doubling. Raises ``PlanError`` if none will do."""
+        settings = self.settings
+        numbers = [settings.num_slices] if settings.num_slices is not None else _spread(settings.max_slices)
+        usable = [number for number in numbers if self.chunking(number) is not None]
+        if not usable:
+            raise PlanError(f"{self._chunkings[numbers[-1]]}; raise token_capacity or the number of slices")
+        return usable
+
+    def draft(
+        self, pipelines: Sequence[Sequence[Chunk]], schedule: str | None = None, warmup: tuple[int, ...] | None = None
+    ) -> Draft:
+        """Pipelines of chunks under the settings' schedule; if they name none, under the given one, or 1F1B."""
+        if self.settings.schedule is not None:
+            schedule, warmup = self.settings.schedule, None
+        return Draft(tuple(map(tuple, pipelines)), self.cost, schedule or "1f1b", warmup)
+
+    def consider(self, draft: Draft) -> Found | None:
+        """Fit the draft into the budget and keep it if it is the fastest so far; ``None`` if it does not fit."""
+        try:
+            recompute, solution = draft.fit(self.settings.memory_budget, self.settings.recompute)
+        except BudgetError as error:
+            if self._nearest is None or error.required < self._nearest.required:
+                self._nearest = error
+            return None
+        found = Found(draft, recompute, draft.makespan(recompute), solution)
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = found
+        return found
+
+    def result(self) -> Found:
+        """The best plan. Raises ``BudgetError`` with the least memory that any draft needed if none fitted."""
+        if self.best is None:
+            assert self._nearest is not None, "a search considers at least one draft"
+            raise self._nearest
+        return self.best
 
 
-def slice_numbers(settings: PlannerSettings) -> list[int]:
-    """The ``K`` to try: the given one, or about six for every doubling at most."""
-    if settings.num_slices is not None:
-        return [settings.num_slices]
-    numbers: list[int] = []
-    value = 1
-    while value <= settings.max_slices:
+def _spread(most: int) -> list[int]:
+    numbers, value = [], 1
+    while value < most:
         numbers.append(value)
         value += max(1, value // 6)
-    if numbers[-1] != settings.max_slices:
-        numbers.append(settings.max_slices)
-    return numbers
+    return [*numbers, most]
 
 
-def paper_drafts(
-    lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings
-) -> list[Draft]:
-    """Algorithm 1 for every ``K``, each as one pipeline. Raises ``PlanError`` if no ``K`` respects the token capacity."""
-    longest = max(lengths[i] for i in sequences)
-    seconds = sequence_time(cost, longest)
-    capacity = settings.token_capacity or longest
-    drafts: list[Draft] = []
-    problem: TokenOverflowError | None = None
-    for number in slice_numbers(settings):
-        try:
-            chunking = balanced_chunking(lengths, sequences, number, seconds, token_capacity=capacity)
-        except TokenOverflowError as error:
-            problem = error
-            continue
-        drafts.append(Draft((chunking.ordered(),), cost, settings.schedule))
-    if not drafts:
-        raise PlanError(f"{problem}; raise token_capacity or the number of slices")
-    return drafts
+def descend(numbers: Sequence[int], seconds: Callable[[int], float], limits: Limits) -> list[int]:
+    """Search ascending ``numbers`` for the least ``seconds``; returns those tried that are finite, best first.
 
+    Every third is tried, then the neighbours of the best until none is better. If none of these is finite, all are tried from
+    the highest. At least one number is tried whatever the limits.
+    """
+    tried: dict[int, float] = {}
 
-def search(drafts: Iterable[Draft], settings: PlannerSettings, clock: Clock) -> Found:
-    """The fastest draft within the budget. Raises ``BudgetError`` with the least memory that would do if none fits."""
-    ranked = sorted(((_estimate(draft, settings), i, draft) for i, draft in enumerate(drafts)), key=lambda x: x[:2])
-    best: Found | None = None
-    nearest: BudgetError | None = None
-    for estimate, _, draft in ranked:
-        if best is not None and (estimate >= best.seconds or not clock.spend()):
-            break
-        try:
-            recompute, solution = draft.fit(settings.memory_budget, settings.recompute)
-        except BudgetError as error:
-            if nearest is None or error.required < nearest.required:
-                nearest = error
-            continue
-        seconds = draft.makespan(recompute)
-        if best is None or seconds < best.seconds:
-            best = Found(draft, recompute, seconds, solution)
-    if best is None:
-        assert nearest is not None
-        raise nearest
-    return best
+    def attempt(index: int) -> None:
+        if 0 <= index < len(numbers) and index not in tried and (limits.spend() or not tried):
+            tried[index] = seconds(numbers[index])
 
-
-def _estimate(draft: Draft, settings: PlannerSettings) -> float:
-    """Seconds that the draft takes at least if recomputed layers cost their time once along a diagonal."""
-    seconds = draft.makespan()
-    budget = settings.memory_budget
-    if budget is None or settings.recompute != "auto" or max(draft.peaks(draft.uniform(0))) <= budget:
-        return seconds
-    required, _ = draft.least()
-    if required > budget:
-        return float("inf")
-    return seconds + aggregated_bound(draft.problem(budget)) * float(draft.table.layer_recompute.min())
+    for index in range(len(numbers) - 1, -1, -3):
+        attempt(index)
+    if not any(map(math.isfinite, tried.values())):
+        for index in range(len(numbers) - 1, -1, -1):
+            attempt(index)
+    moved = True
+    while moved:
+        best = min(tried, key=tried.__getitem__)
+        before = len(tried)
+        for index in (best - 1, best + 1):
+            attempt(index)
+        moved = len(tried) > before
+    finite = [index for index, value in tried.items() if math.isfinite(value)]
+    return [numbers[index] for index in sorted(finite, key=tried.__getitem__)]

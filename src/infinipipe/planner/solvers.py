@@ -9,6 +9,9 @@ from infinipipe.cost.work import FloatArray
 from infinipipe.planner.memory import IntArray
 from infinipipe.planner.recompute import TOLERANCE, RecomputeProblem, RecomputeSolution
 
+LARGE = 60_000
+"""Entries of a problem from which an interior-point method beats the simplex method."""
+
 
 class SolverError(RuntimeError):
     """The linear or integer program could not be solved."""
@@ -41,6 +44,8 @@ def solve_relaxation(problem: RecomputeProblem) -> tuple[float, FloatArray]:
     if not problem.rows.num_rows:
         return 0.0, np.zeros(problem.num_variables)
     highs = _model(problem, integer=False)
+    if len(problem.rows.values) > LARGE:
+        highs.setOptionValue("solver", "ipm")
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         raise SolverError(f"the linear relaxation is {highs.modelStatusToString(highs.getModelStatus())}")
@@ -62,6 +67,19 @@ def solve_exactly(problem: RecomputeProblem, *, gap: float = 0.0, time_limit: fl
     values = np.rint(np.array(highs.getSolution().col_value)).astype(np.int64)
     values = _Repair(problem, values).run()
     return RecomputeSolution(values, problem.objective(values), info.mip_dual_bound * float(problem.weight.mean()))
+
+
+def solve_quickly(problem: RecomputeProblem) -> IntArray:
+    """A good solution without a bound: from a low uniform start, repaired greedily. Raises ``SolverError``."""
+    rows = problem.rows
+    if not rows.num_rows:
+        return np.zeros(problem.num_variables, np.int64)
+    most = rows.product(np.full(problem.num_variables, float(problem.upper)))
+    fraction = np.repeat(np.maximum(rows.demand, 0.0) / np.maximum(most, 1.0), np.diff(rows.indptr))
+    counts = np.maximum(np.bincount(rows.columns, minlength=problem.num_variables), 1)
+    mean = np.bincount(rows.columns, fraction, problem.num_variables) / counts
+    start = np.floor(np.minimum(mean, 1.0) * problem.upper).astype(np.int64)
+    return _Repair(problem, start).run()
 
 
 def solve(problem: RecomputeProblem) -> RecomputeSolution:

@@ -8,23 +8,17 @@ from collections.abc import Callable, Sequence
 from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan
 from infinipipe.planner.draft import sequence_time
+from infinipipe.planner.elastic import plan_elastic
 from infinipipe.planner.memory import BudgetError, check
+from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.replicas import split_by_time
-from infinipipe.planner.search import Clock, Found, paper_drafts, search
+from infinipipe.planner.search import Found, Limits, Replica
 from infinipipe.planner.settings import PlannerSettings
 
-Planner = Callable[[Sequence[int], Sequence[int], CostModel, PlannerSettings, Clock], Found]
-"""``planner(lengths, sequences, cost, settings, clock)`` plans the given sequences of a batch for one replica."""
+Planner = Callable[[Replica], Found]
+"""Plans the sequences of one replica. Raises ``BudgetError`` if nothing fits."""
 
-
-def plan_paper(
-    lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings, clock: Clock
-) -> Found:
-    """Algorithm 1 for several numbers of slices; the fastest that fits the budget."""
-    return search(paper_drafts(lengths, sequences, cost, settings), settings, clock)
-
-
-PLANNERS: dict[str, Planner] = {"elastic": plan_paper, "elastic-paper": plan_paper}
+PLANNERS: dict[str, Planner] = {"elastic": plan_elastic, "elastic-paper": plan_paper}
 
 
 def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings | None = None) -> Plan:
@@ -42,7 +36,6 @@ def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings
         raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
     began = time.perf_counter()
     parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
-    clock = Clock(settings)
     planner = PLANNERS[settings.planner]
     replicas: list[ReplicaPlan] = []
     seconds: list[float] = []
@@ -52,7 +45,7 @@ def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings
             seconds.append(0.0)
             continue
         try:
-            found = planner(lengths, part, cost, settings, clock)
+            found = planner(Replica(lengths, part, cost, settings, Limits.of(settings)))
         except BudgetError as error:
             where = f"replica {index} " if len(parts) > 1 else ""
             raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None

@@ -1,0 +1,80 @@
+"""Schedules that run further ahead than 1F1B where that hides delays, and hold fewer chunks where it does not.
+
+Both are read off the last stage's need: before the backward at position ``j`` of the backward order it must have computed
+``need[j]`` forwards. 1F1B gives a stage one forward more than the stage after it, so that every difference between two
+chunks' times stops all stages; two absorb it. It also keeps the window of the most finely cut sequence to the end of the
+pipeline, though later sequences need less.
+
+Their ``warmup`` is, for every stage, how many forwards it runs ahead of the last stage's need; two for each later stage if not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from infinipipe.plan import Action, Backward, Chunk, Forward, backward_order, register_schedule
+from infinipipe.planner.memory import IntArray
+
+LEAD = 2
+
+
+def lead(num_stages: int, per_stage: float) -> tuple[int, ...]:
+    """How far every stage runs ahead: ``per_stage`` forwards for each stage after it, rounded up."""
+    return tuple(int(np.ceil(per_stage * (num_stages - 1 - stage))) for stage in range(num_stages))
+
+
+@register_schedule("window")
+def shrinking_window(
+    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+) -> list[list[Action]]:
+    """Forwards and backwards in turn, in a window that shrinks with the most finely cut sequence still to come."""
+    chunks = [chunk for pipeline in pipelines for chunk in pipeline]
+    order = backward_order(chunks)
+    splits: dict[int, int] = {}
+    for chunk in chunks:
+        if chunk.partial is not None:
+            splits[chunk.partial.sequence] = splits.get(chunk.partial.sequence, 0) + 1
+    partials = [chunks[index].partial for index in order]
+    own = np.array([1 if piece is None else splits[piece.sequence] for piece in partials], np.int64)
+    depth = np.maximum.accumulate(own[::-1])[::-1]
+    window = np.maximum.accumulate(np.maximum(np.arange(len(order)) + depth, _need(order)))
+    ahead = warmup if warmup is not None else lead(num_stages, LEAD)
+    return _interleave(order, [window + extra for extra in ahead])
+
+
+@register_schedule("lookahead")
+def lookahead(
+    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+) -> list[list[Action]]:
+    """Forwards as late as the last stage's need a few backwards ahead allows: the least memory of these schedules."""
+    chunks = [chunk for pipeline in pipelines for chunk in pipeline]
+    order = backward_order(chunks)
+    need = _need(order)
+    ahead = warmup if warmup is not None else lead(num_stages, LEAD)
+    places = np.arange(len(order))
+    return _interleave(order, [need[np.minimum(places + extra, len(order) - 1)] for extra in ahead])
+
+
+def _need(order: Sequence[int]) -> IntArray:
+    """Forwards that must precede the backward at each position."""
+    need: IntArray = np.maximum.accumulate(np.array(order, np.int64) + 1)
+    return need
+
+
+def _interleave(order: Sequence[int], before: Sequence[IntArray]) -> list[list[Action]]:
+    """Action lists with ``before[stage][j]`` forwards ahead of the backward at position ``j``, ascending in ``j``."""
+    count = len(order)
+    forwards = [Forward(index) for index in range(count)]
+    backwards = [Backward(index) for index in order]
+    lists = []
+    for targets in before:
+        actions: list[Action] = []
+        done = 0
+        for backward, target in zip(backwards, np.minimum(targets, count).tolist(), strict=True):
+            actions += forwards[done:target]
+            done = max(done, target)
+            actions.append(backward)
+        lists.append(actions)
+    return lists
