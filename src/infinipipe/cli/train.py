@@ -71,7 +71,7 @@ def read_settings(arguments: Sequence[str]) -> tuple[Settings, str]:
     parser = settings_parser("toml" if is_toml else "yaml")
     try:
         parsed = parser.parse_args(given)
-        settings = parser.instantiate_classes(parsed)
+        settings = parser.instantiate(parsed)
     except argparse.ArgumentError as error:
         raise SettingError(_in_words(str(error))) from None
     parsed.pop("config", None)

@@ -1,0 +1,123 @@
+"""Configuration files and overrides: what is read, and every mistake in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinipipe.cli.main import main
+from infinipipe.cli.train import read_settings
+from infinipipe.train.settings import Settings
+
+TOML = """
+[model.config]
+model_type = "llama"
+hidden_size = 64
+
+[data]
+files = ["a.txt"]
+sequences_per_step = 3
+
+[parallel]
+stages = 2
+"""
+YAML = """
+model: {config: {model_type: llama, hidden_size: 64}}
+data: {files: [a.txt], sequences_per_step: 3}
+parallel: {stages: 2}
+"""
+
+
+@pytest.fixture(params=["toml", "yaml"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"config.{request.param}"
+    path.write_text(TOML if request.param == "toml" else YAML)
+    return path
+
+
+def read(*arguments: object) -> Settings:
+    return read_settings([str(argument) for argument in arguments])[0]
+
+
+def test_file_and_defaults(config: Path) -> None:
+    settings = read(config)
+    assert settings.model.config == {"model_type": "llama", "hidden_size": 64}
+    assert settings.data.files == ["a.txt"]
+    assert (settings.data.sequences_per_step, settings.parallel.stages, settings.num_workers) == (3, 2, 2)
+    assert settings.optimizer.betas == (0.9, 0.95)
+
+
+def test_overrides_replace_the_file(config: Path) -> None:
+    settings = read(
+        config, "--plan.max_slices", "16", "--plan.recompute=2", "--parallel.stage_layers", "[3, 1]",
+        "--data.files+", "b.txt", "--model.config.hidden_size", "32", "--optimizer.learning_rate", "1e-4",
+    )  # fmt: skip
+    assert (settings.plan.max_slices, settings.plan.recompute) == (16, 2)
+    assert settings.parallel.stage_layers == [3, 1]
+    assert settings.data.files == ["a.txt", "b.txt"]
+    assert settings.model.config["hidden_size"] == 32
+    assert settings.optimizer.learning_rate == 1e-4
+
+
+def test_kept_settings_read_back_equal(config: Path, tmp_path: Path) -> None:
+    settings, text = read_settings([str(config), "--plan.recompute", "all"])
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(text)
+    assert read(kept) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["--plan.max_slicez", "3"], "there is no setting plan.max_slicez"),
+        (["--plan.max_slices", "many"], "plan.max_slices: Expected a int. Got value: many"),
+        (["--plan.recompute", "some"], "plan.recompute: Expected one of"),
+        (["--model.dtype", "float8"], "model.dtype: Expected"),
+        (["--plan.max_slices", "0"], "plan.max_slices must be at least 1, not 0"),
+        (["--data.held_out", "0.9"], "data.held_out must be at most 0.5, not 0.9"),
+        (["--data.held_out", "nan"], "data.held_out: Expected a float. Got value: nan"),
+        (["--optimizer.learning_rate", "0"], "optimizer.learning_rate must be above 0, not 0"),
+        (["--optimizer.betas", "[0.9, 1.5]"], "optimizer.betas must be at most"),
+        (["--data.files", "[]"], "data.files is empty"),
+        (["--model.weights", "load"], "there is no model.path to load from"),
+        (["--train.output", ""], "train.output is empty"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    config: Path, override: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(config), *override]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("infinipipe: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.toml", None, "there is no configuration file"),
+        ("a.toml", b"a = [", "the configuration file is malformed"),
+        ("a.yaml", b"{a: [", "the configuration file is malformed"),
+        ("a.toml", b"\xff", "can't decode byte"),
+        ("a.toml", b"[plan]\nmax_slicez = 3\n", "there is no setting plan.max_slicez"),
+        ("a.toml", b'[data]\nfiles = ["x"]\n', "model needs a path, or a config with a model_type"),
+        ("a.toml", b'[model.config]\nmodel_type = "llama"\n', "data.files is empty"),
+    ],
+)
+def test_bad_files_are_one_sentence(
+    tmp_path: Path, name: str, content: bytes | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["train", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_missing_configuration_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "name a configuration file first" in capsys.readouterr().err
