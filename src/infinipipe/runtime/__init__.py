@@ -6,7 +6,7 @@ from infinipipe.runtime.gradients import PipelineGroups, clip_gradients, gradien
 from infinipipe.runtime.local import step_locally
 from infinipipe.runtime.memory import MemoryMeter
 from infinipipe.runtime.parameters import Parameters
-from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect
+from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect, pair_groups
 
 __all__ = [
     "Batch",
@@ -22,6 +22,7 @@ __all__ = [
     "clip_gradients",
     "connect",
     "gradient_norm",
+    "pair_groups",
     "step_locally",
     "sync_tied_gradients",
 ]

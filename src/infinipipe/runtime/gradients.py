@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,32 @@ from infinipipe.model import Stage
 from infinipipe.runtime.parameters import Parameters
 
 
+@dataclass(frozen=True)
 class PipelineGroups:
-    """Communicators over the stages of one pipeline.
+    """Communicators over the stages of this process's pipeline.
 
-    ``ranks`` are the global ranks of the stages in order; all of them construct their groups alike. ``whole`` spans all
-    stages; ``ends``, the first and the last, is ``None`` on stages between them and in pipelines of one stage.
+    ``whole`` spans all stages; ``ends``, the first and the last, is ``None`` on stages between them. Both are ``None`` in
+    pipelines of one stage.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        ranks = list(ranks)
-        self.whole: dist.ProcessGroup | None = None
-        self.ends: dist.ProcessGroup | None = None
-        if len(ranks) == 1:
-            return
-        self.whole = dist.new_group(ranks, use_local_synchronization=True)
-        ends = [ranks[0], ranks[-1]]
-        if dist.get_rank() in ends:
-            self.ends = dist.new_group(ends, use_local_synchronization=True)
+    whole: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
+
+    @classmethod
+    def create(cls, pipelines: Sequence[Sequence[int]]) -> PipelineGroups:
+        """Groups for all pipelines, given as global ranks in the order of the stages; returns this process's.
+
+        A collective of the default process group: every process calls it with the same list, members or not.
+        """
+        own = cls()
+        for ranks in pipelines:
+            if len(ranks) == 1:
+                continue
+            whole = dist.new_group(list(ranks))
+            ends = dist.new_group([ranks[0], ranks[-1]])
+            if dist.get_rank() in ranks:
+                own = cls(whole, ends if dist.get_rank() in (ranks[0], ranks[-1]) else None)
+        return own
 
 
 def sync_tied_gradients(stage: Stage, parameters: Parameters, groups: PipelineGroups) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -46,38 +46,53 @@ class Transport(Protocol):
 
 class _Pending:
     def __init__(self, work: dist.Work, buffer: Tensor) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._buffer = buffer
 
     def ready(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._buffer
+
+
+PairGroups = Mapping[tuple[Direction, int, int], dist.ProcessGroup]
+"""Communicators by direction, lower and upper rank."""
+
+
+def pair_groups(pipelines: Sequence[Sequence[int]]) -> PairGroups:
+    """Communicators between the neighbouring stages of all pipelines, given as global ranks in the order of the stages.
+
+    A collective of the default process group: every process calls it with the same list, members or not.
+    """
+    groups = {}
+    for ranks in pipelines:
+        for lower, upper in itertools.pairwise(ranks):
+            for direction in Direction:
+                groups[direction, lower, upper] = dist.new_group([lower, upper])
+    return groups
 
 
 class ProcessGroupTransport:
     """Messages over ``torch.distributed``, with a communicator of its own for every direction and neighbour pair.
 
-    ``ranks`` are the global ranks of the stages in order, this process among them; all of them construct their transports
-    alike, processes of other pipelines need not.
+    ``ranks`` are the global ranks of the stages in order, this process among them, ``groups`` what :func:`pair_groups` made.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], groups: PairGroups) -> None:
         self._ranks = list(ranks)
         self._stage = self._ranks.index(dist.get_rank())
-        self._groups: dict[tuple[Direction, int], dist.ProcessGroup] = {}
+        self._groups = groups
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        for lower in range(max(0, self._stage - 1), min(self._stage + 1, len(self._ranks) - 1)):
-            for direction in Direction:
-                pair = self._ranks[lower : lower + 2]
-                self._groups[direction, lower] = dist.new_group(pair, use_local_synchronization=True)
 
     def _neighbour(self, direction: Direction, *, sending: bool) -> tuple[int, dist.ProcessGroup]:
         step = 1 if (direction == Direction.FORWARD) == sending else -1
         other = self._stage + step
-        return self._ranks[other], self._groups[direction, min(self._stage, other)]
+        lower = min(self._stage, other)
+        return self._ranks[other], self._groups[direction, self._ranks[lower], self._ranks[lower + 1]]
 
     def receive(
         self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -1,0 +1,94 @@
+"""Exactness of random plans on real processes, against the plain Hugging Face model in one process.
+
+Every case draws a model family, a number of stages, odd lengths, a plan and recompute counts. Those repeated in float32 have a
+sequence of 41 tokens or more without a mask: where all supervised tokens are first tokens, query and key gradients are zero but
+for rounding, and a relative error says nothing. The last line printed is a JSON object with the worst errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from infinipipe.model import split_layers
+from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan, run_in_pool
+
+LENGTHS = (1, 2, 3, 17, 41, 64, 89, 137, 200)
+
+
+def random_case(seed: int) -> Case:
+    """A case drawn from ``seed``."""
+    rng = random.Random(seed)
+    family = list(FAMILIES)[seed % len(FAMILIES)]
+    num_stages = 1 + (seed // len(FAMILIES)) % 4
+    lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 6))]
+    if seed % 3 == 0:
+        lengths += [1, 2]
+    rng.shuffle(lengths)
+    recompute = rng.choice(["none", "all", "random", "random"])
+    plan = random_plan(rng, lengths, split_layers(4, num_stages), recompute=recompute)
+    return Case(family, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
+
+
+def pointed_cases() -> list[Case]:
+    """Cases that random ones hit seldom: few chunks on many stages, equal slices of equal tokens all recomputed."""
+    cases = []
+    for number, family in enumerate(FAMILIES):
+        lengths = [96, 1, 2]
+        first, second, third = cut(0, 96, [32, 64])
+        chunks = (Chunk((first,)), Chunk((second,)), Chunk((third, *whole(lengths, [1, 2]))))
+        layers = split_layers(4, 4)
+        recompute = [[n] * 3 for n in layers]
+        replica = build_replica([Pipeline(chunks)], 4, recompute=recompute)
+        cases.append(Case(family, Plan(layers, tuple(lengths), (replica,)), seed=number, masked=0.4))
+        one = build_replica([Pipeline((Chunk(whole(lengths, [0, 1, 2])),))], 4)
+        cases.append(Case(family, Plan(layers, tuple(lengths), (one,)), seed=number))
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer cases, under 50 seconds")
+    parser.add_argument("--cases", type=int, help="number of random float64 cases")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    count = options.cases or (40 if options.quick else 400)
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    drawn = [random_case(options.seed * 1_000_003 + i) for i in range(count)]
+    cases = pointed_cases() + drawn
+    attending = [replace(case, dtype="float32", masked=0.0) for case in drawn if max(case.plan.lengths) >= 41]
+    cases += attending[: max(10, count // 4)]
+    worst = {"float64": 0.0, "float32": 0.0}
+    worst_loss, features = 0.0, Counter[str]()
+    with WorkerPool(4) as pool:
+        for number, case in enumerate(cases):
+            outcome = run_in_pool(pool, case)
+            worst[case.dtype] = max(worst[case.dtype], outcome.gradient_error)
+            if case.dtype == "float64":
+                worst_loss = max(worst_loss, outcome.loss_difference)
+            features.update(outcome.features)
+            if (number + 1) % 20 == 0:
+                print(
+                    f"{number + 1}/{len(cases)} cases, {time.perf_counter() - begin:.0f} s, worst {worst}", flush=True
+                )
+    figures = {
+        "cases": len(cases),
+        "max_rel_err_float64": worst["float64"],
+        "max_rel_err_float32": worst["float32"],
+        "max_loss_diff": worst_loss,
+        "features": dict(sorted(features.items())),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

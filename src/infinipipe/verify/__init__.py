@@ -1,0 +1,9 @@
+"""Proof of exactness: plans run in stages against the plain Hugging Face model in one process."""
+
+from infinipipe.verify.cases import Case, Outcome, run_locally
+from infinipipe.verify.distributed import run_in_pool
+from infinipipe.verify.families import FAMILIES
+from infinipipe.verify.plans import random_plan
+from infinipipe.verify.pool import WorkerError, WorkerPool
+
+__all__ = ["FAMILIES", "Case", "Outcome", "WorkerError", "WorkerPool", "random_plan", "run_in_pool", "run_locally"]

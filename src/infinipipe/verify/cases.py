@@ -1,0 +1,152 @@
+"""Exactness cases: a model, a batch and a plan, run in stages and compared with the plain model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinipipe.model import Stage, build_stage
+from infinipipe.plan import ChunkKind, Plan
+from infinipipe.runtime import Batch, Executor, Parameters, connect, step_locally
+from infinipipe.verify.families import FAMILIES
+from infinipipe.verify.reference import float64_kept, plain_model, reference_step, relative_error
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        family: a name of ``FAMILIES``; ``changes`` are fields of its configuration.
+        plan: the plan to run; its ``stage_layers`` must sum to the model's layers.
+        dtype: ``float64``, ``float32`` or ``bfloat16``.
+        seed: of weights, tokens and masks.
+        masked: share of sequences whose first two thirds (a prompt) are not supervised; one of them is masked whole.
+    """
+
+    family: str
+    plan: Plan
+    dtype: str = "float64"
+    seed: int = 0
+    masked: float = 0.0
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    loss_block_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Errors of a case as contract 3 of the architecture defines them, and what the plan exercised."""
+
+    gradient_error: float
+    loss_difference: float
+    features: frozenset[str]
+
+
+def make_batch(case: Case) -> Batch:
+    """The batch of a case: random tokens, prompts masked."""
+    rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
+    vocabulary = FAMILIES[case.family](**case.changes).vocab_size
+    tokens = [torch.randint(0, vocabulary, (n,), generator=generator) for n in case.plan.lengths]
+    supervised = [torch.ones(n, dtype=torch.bool) for n in case.plan.lengths]
+    chosen = [i for i in range(len(tokens)) if rng.random() < case.masked]
+    for i in chosen:
+        supervised[i][: 2 * len(tokens[i]) // 3] = False
+    if chosen:
+        supervised[chosen[0]][:] = False
+    return Batch.from_tokens(tokens, supervised)
+
+
+def make_stage(case: Case, index: int) -> Stage:
+    """Stage ``index`` of a case's model."""
+    config = FAMILIES[case.family](**case.changes)
+    return build_stage(config, case.plan.stage_layers, index, dtype=getattr(torch, case.dtype), seed=case.seed)
+
+
+def precision(case: Case) -> Any:
+    """The context in which both sides of a float64 case run."""
+    return float64_kept() if case.dtype == "float64" else nullcontext()
+
+
+def stage_gradients(stage: Stage, parameters: Parameters) -> dict[str, Tensor]:
+    """A stage's gradients; the head's copy of a tied weight appears as a share of the embedding's gradient."""
+    gradients = {name: parameter.grad for name, parameter in parameters.named() if parameter.grad is not None}
+    if stage.tied and stage.is_last and not stage.is_first:
+        gradients["model.embed_tokens.weight"] = gradients.pop("lm_head.weight")
+    return gradients
+
+
+def merge(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Gradients of all stages and replicas; those of one name are summed."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+def compare(case: Case, loss: float, gradients: Mapping[str, Tensor]) -> Outcome:
+    """Set a staged result beside the plain model's."""
+    config = FAMILIES[case.family](**case.changes)
+    whole = build_stage(config, (config.num_hidden_layers,), 0, dtype=getattr(torch, case.dtype), seed=case.seed)
+    model = plain_model(config, whole.model.state_dict(), getattr(torch, case.dtype))
+    with precision(case):
+        expected_loss, expected = reference_step(model, make_batch(case))
+    return Outcome(relative_error(gradients, expected), abs(loss - expected_loss), features(case))
+
+
+def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -> Outcome:
+    """Run a case with all stages in this process; ``prepare`` may change the executors before."""
+    batch = make_batch(case)
+    parts, loss = [], 0.0
+    for replica in case.plan.replicas:
+        executors = []
+        for index, transport in enumerate(connect(case.plan.num_stages)):
+            stage = make_stage(case, index)
+            executors.append(Executor(stage, transport, Parameters(stage), loss_block_tokens=case.loss_block_tokens))
+            if prepare is not None:
+                prepare(executors[-1])
+        with precision(case):
+            results = step_locally(executors, replica, batch)
+        loss += sum(result.loss_sum for result in results)
+        parts += [stage_gradients(executor.stage, executor.parameters) for executor in executors]
+    return compare(case, loss / max(1, batch.num_supervised), merge(parts))
+
+
+def features(case: Case) -> frozenset[str]:
+    """What a case exercises, by name."""
+    plan, found = case.plan, set()
+    config = FAMILIES[case.family](**case.changes)
+    batch = make_batch(case)
+    if config.tie_word_embeddings and plan.num_stages > 1:
+        found.add("tied embeddings")
+    if 1 in plan.lengths and 2 in plan.lengths:
+        found.add("sequences of 1 and 2 tokens")
+    for replica in plan.replicas:
+        if len(replica.pipelines) > 1:
+            found.add("several pipelines")
+        if len(replica.chunks) < plan.num_stages:
+            found.add("fewer chunks than stages")
+        recomputed = [max(row[k] for row in replica.recompute) for k in range(len(replica.chunks))]
+        sizes: dict[int, list[int]] = {}
+        for chunk, layers in zip(replica.chunks, recomputed, strict=True):
+            piece = chunk.partial
+            if piece is None:
+                continue
+            if layers:
+                sizes.setdefault(piece.sequence, []).append(piece.num_tokens)
+            if layers and chunk.kind == ChunkKind.HYBRID:
+                found.add("recomputed hybrid chunk")
+            if not bool((batch.labels[piece.sequence][piece.start : piece.stop] >= 0).any()):
+                found.add("slice without supervised tokens")
+            window = getattr(config, "sliding_window", None)
+            if window and piece.start > 0 and piece.stop > window:
+                found.add("sliding window across slices")
+        if any(len(set(group)) < len(group) for group in sizes.values()):
+            found.add("equal slices recomputed")
+    return frozenset(found)

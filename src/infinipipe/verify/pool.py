@@ -1,0 +1,100 @@
+"""A pool of worker processes with one process group, reused over many cases: starting them costs more than a case."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class WorkerError(RuntimeError):
+    """A worker raised or died; the message has its traceback."""
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        try:
+            reply: tuple[bool, Any] = (True, function(rank, *args))
+        except Exception:
+            reply = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(reply))
+
+
+class WorkerPool:
+    """``size`` processes on the CPU, one thread each, joined in one gloo process group.
+
+    Use it as a context manager. After a failed job the pool is broken and must be closed.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["infinipipe.verify"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Call ``function(rank, *args)`` on ``ranks`` (all by default) at once; results in their order.
+
+        Raises ``WorkerError`` as soon as one raises or dies.
+        """
+        chosen = list(range(self.size)) if ranks is None else list(ranks)
+        for rank in chosen:
+            self._pipes[rank].send_bytes(pickle.dumps((function, args)))
+        results: dict[int, Any] = {}
+        pending = {self._pipes[rank]: rank for rank in chosen}
+        while pending:
+            for pipe in wait(list(pending)):
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise WorkerError(f"worker {rank} died") from None
+                if not good:
+                    raise WorkerError(f"worker {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in chosen]
+
+    def close(self) -> None:
+        """End all workers."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,72 @@
+"""The reference that exactness is measured against: the plain Hugging Face model, every sequence alone, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from infinipipe.model import IGNORE
+from infinipipe.runtime import Batch
+
+
+@contextmanager
+def float64_kept() -> Iterator[None]:
+    """Within the context, ``Tensor.float`` leaves float64 tensors as they are.
+
+    Some families (Gemma) compute norms in float32 whatever the model's dtype; the order of that sum alone then makes 2e-7
+    of difference between any two groupings of the same tokens. Kept in float64, on both sides, the difference vanishes.
+    """
+    plain = torch.Tensor.float
+
+    def keep(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else plain(tensor)
+
+    with mock.patch.object(torch.Tensor, "float", keep):
+        yield
+
+
+def plain_model(config: PretrainedConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """The Hugging Face model with the given weights, under their names; tied weights may be left out."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").to(dtype)
+    missing, unexpected = model.load_state_dict(dict(state), strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    assert not unexpected, unexpected
+    assert set(missing) <= tied, missing
+    return model.train()
+
+
+def reference_step(model: PreTrainedModel, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Mean token loss over the batch, and its gradients by parameter name; sequences run one by one."""
+    total = torch.zeros((), dtype=torch.float64)
+    model.zero_grad()
+    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+        if bool((labels == IGNORE).all()):
+            continue
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+        (loss / batch.num_supervised).backward()
+        total += loss.detach()
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
+    }
+    return float(total) / max(1, batch.num_supervised), gradients
+
+
+def relative_error(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """The largest of ``max|g - r| / max(max|r|, 1e-6 x largest gradient of the model)`` over all parameters."""
+    assert gradients.keys() == reference.keys(), gradients.keys() ^ reference.keys()
+    largest = max(float(r.abs().max()) for r in reference.values())
+    worst = 0.0
+    for name, r in reference.items():
+        scale = max(float(r.abs().max()), 1e-6 * largest)
+        difference = float((gradients[name].to(r.dtype) - r).abs().max())
+        if not difference < float("inf"):
+            return float("inf")
+        worst = max(worst, difference / scale if scale > 0 else difference)
+    return worst
