@@ -115,13 +115,20 @@ class Replica:
         try:
             recompute, solution = draft.fit(self.settings.memory_budget, self.settings.recompute)
         except BudgetError as error:
-            if self._nearest is None or error.required < self._nearest.required:
-                self._nearest = error
+            self.reject(error)
             return None
-        found = Found(draft, recompute, draft.makespan(recompute), solution)
+        return self.accept(Found(draft, recompute, draft.makespan(recompute), solution))
+
+    def accept(self, found: Found) -> Found:
+        """Keep a plan that fits if it is the fastest so far."""
         if self.best is None or found.seconds < self.best.seconds:
             self.best = found
         return found
+
+    def reject(self, error: BudgetError) -> None:
+        """Remember what a draft that does not fit would need."""
+        if self._nearest is None or error.required < self._nearest.required:
+            self._nearest = error
 
     def result(self) -> Found:
         """The best plan. Raises ``BudgetError`` with the least memory that any draft needed if none fitted."""

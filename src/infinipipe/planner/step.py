@@ -7,6 +7,15 @@ from collections.abc import Callable, Sequence
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan
+from infinipipe.planner.baselines import (
+    plan_chunkflow,
+    plan_fixed_chunk,
+    plan_gpipe_tokens,
+    plan_packed,
+    plan_seq1f1b,
+    plan_unbalanced,
+    with_recompute,
+)
 from infinipipe.planner.draft import sequence_time
 from infinipipe.planner.elastic import plan_elastic
 from infinipipe.planner.memory import BudgetError, check
@@ -18,7 +27,25 @@ from infinipipe.planner.settings import PlannerSettings
 Planner = Callable[[Replica], Found]
 """Plans the sequences of one replica. Raises ``BudgetError`` if nothing fits."""
 
-PLANNERS: dict[str, Planner] = {"elastic": plan_elastic, "elastic-paper": plan_paper}
+PLANNERS: dict[str, Planner] = {
+    "elastic": plan_elastic,
+    "elastic-paper": plan_paper,
+    "fixed-chunk": plan_fixed_chunk,
+    "packed-1f1b": plan_packed,
+    "seq1f1b": plan_seq1f1b,
+    "gpipe-tokens": plan_gpipe_tokens,
+    "chunkflow": plan_chunkflow,
+    "paper-unbalanced": plan_unbalanced,
+    "paper-no-recompute": with_recompute("none"),
+    "paper-full-recompute": with_recompute("all"),
+}
+
+
+def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings) -> Found:
+    """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`."""
+    if settings.planner not in PLANNERS:
+        raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
+    return PLANNERS[settings.planner](Replica(lengths, sequences, cost, settings, Limits.of(settings)))
 
 
 def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings | None = None) -> Plan:
@@ -32,11 +59,8 @@ def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings
         raise PlanError("there are no sequences to plan; the batch must have at least one")
     if min(lengths) < 1:
         raise PlanError(f"a sequence has {min(lengths)} tokens; every sequence must have at least 1")
-    if settings.planner not in PLANNERS:
-        raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
     began = time.perf_counter()
     parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
-    planner = PLANNERS[settings.planner]
     replicas: list[ReplicaPlan] = []
     seconds: list[float] = []
     for index, part in enumerate(parts):
@@ -45,7 +69,7 @@ def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings
             seconds.append(0.0)
             continue
         try:
-            found = planner(Replica(lengths, part, cost, settings, Limits.of(settings)))
+            found = plan_replica(lengths, part, cost, settings)
         except BudgetError as error:
             where = f"replica {index} " if len(parts) > 1 else ""
             raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None

@@ -1,0 +1,102 @@
+"""Planners side by side on one batch, against the ideal step that no planner can beat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from infinipipe.cost import AnalyticCost, sequence_work
+from infinipipe.plan import PlanError
+from infinipipe.planner.search import Found
+from infinipipe.planner.settings import PlannerSettings
+from infinipipe.planner.step import PLANNERS, plan_replica
+from infinipipe.planner.unpiped import Cluster, flexsp, ulysses_zero3
+
+UNPIPED = {"ulysses-zero3": ulysses_zero3, "flexsp": flexsp}
+ALL_TO_ALL = {2: 154e9, 4: 137e9, 8: 121e9, 16: 8.7e9}
+"""Bytes per second of an all-to-all by group size, of the calibration that the presets use."""
+
+
+def ideal_seconds(cost: AnalyticCost, lengths: Sequence[int], token_capacity: int) -> float:
+    """All tokens' forward and backward perfectly divided over all devices, at the fewest chunks possible (section 7)."""
+    work = cost.work_seconds(sequence_work(lengths)) / (cost.sequence_parallel * cost.num_stages)
+    return work + cost.chunk_seconds() / cost.num_stages * math.ceil(sum(lengths) / token_capacity)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a planner makes of a batch; shares are of the ideal step, means over stages.
+
+    Attributes:
+        planner: its name.
+        seconds: predicted step.
+        over_ideal: that over the ideal.
+        bubble, recompute, fixed: idle time, recompute, and fixed cost of chunks beyond the ideal's.
+        chunks: their number.
+        gap: of the recompute solver against its bound.
+        planning_seconds: what planning took.
+        problem: why there is no plan; all figures are NaN then.
+    """
+
+    planner: str
+    seconds: float = math.nan
+    over_ideal: float = math.nan
+    bubble: float = math.nan
+    recompute: float = math.nan
+    fixed: float = math.nan
+    chunks: int = 0
+    gap: float = math.nan
+    planning_seconds: float = math.nan
+    problem: str = ""
+
+
+def compare(
+    lengths: Sequence[int],
+    cost: AnalyticCost,
+    settings: PlannerSettings,
+    planners: Iterable[str] = (*PLANNERS, *UNPIPED),
+    *,
+    context: int | None = None,
+) -> list[Outcome]:
+    """Run ``planners`` on one replica's batch. The ideal packs chunks to ``settings.token_capacity``, else to ``context``."""
+    ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
+    outcomes = []
+    for name in planners:
+        began = time.perf_counter()
+        try:
+            if name in UNPIPED:
+                seconds = UNPIPED[name](Cluster(cost, ALL_TO_ALL, settings.memory_budget), lengths)
+                outcomes.append(Outcome(name, seconds, seconds / ideal, planning_seconds=time.perf_counter() - began))
+                continue
+            found = plan_replica(lengths, range(len(lengths)), cost, dataclasses.replace(settings, planner=name))
+        except PlanError as error:
+            outcomes.append(Outcome(name, problem=str(error)))
+            continue
+        outcomes.append(_outcome(name, found, cost, ideal, lengths, time.perf_counter() - began))
+    return outcomes
+
+
+def _outcome(
+    name: str, found: Found, cost: AnalyticCost, ideal: float, lengths: Sequence[int], planning_seconds: float
+) -> Outcome:
+    table, stages = found.draft.table, cost.num_stages
+    recompute = float((found.recompute * table.layer_recompute).sum()) / stages
+    busy = float((table.forward + table.backward).sum()) / stages
+    chunks = table.num_chunks
+    fixed = cost.chunk_seconds() / stages * chunks + cost.work_seconds(sequence_work(lengths)) / (
+        cost.sequence_parallel * stages
+    )
+    return Outcome(
+        planner=name,
+        seconds=found.seconds,
+        over_ideal=found.seconds / ideal,
+        bubble=(found.seconds - busy - recompute) / ideal,
+        recompute=recompute / ideal,
+        fixed=(fixed - ideal) / ideal,
+        chunks=chunks,
+        gap=found.solution.gap if found.solution is not None else math.nan,
+        planning_seconds=planning_seconds,
+    )
