@@ -26,7 +26,7 @@ LENGTHS = (1, 2, 3, 17, 41, 64, 89, 137, 200)
 def random_case(seed: int) -> Case:
     """A case drawn from ``seed``."""
     rng = random.Random(seed)
-    family = list(FAMILIES)[seed % len(FAMILIES)]
+    config = list(FAMILIES.values())[seed % len(FAMILIES)]()
     num_stages = 1 + (seed // len(FAMILIES)) % 4
     lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 6))]
     if seed % 3 == 0:
@@ -34,22 +34,22 @@ def random_case(seed: int) -> Case:
     rng.shuffle(lengths)
     recompute = rng.choice(["none", "all", "random", "random"])
     plan = random_plan(rng, lengths, split_layers(4, num_stages), recompute=recompute)
-    return Case(family, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
+    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
 
 
 def pointed_cases() -> list[Case]:
     """Cases that random ones hit seldom: few chunks on many stages, equal slices of equal tokens all recomputed."""
     cases = []
-    for number, family in enumerate(FAMILIES):
+    for number, family in enumerate(FAMILIES.values()):
         lengths = [96, 1, 2]
         first, second, third = cut(0, 96, [32, 64])
         chunks = (Chunk((first,)), Chunk((second,)), Chunk((third, *whole(lengths, [1, 2]))))
         layers = split_layers(4, 4)
         recompute = [[n] * 3 for n in layers]
         replica = build_replica([Pipeline(chunks)], 4, recompute=recompute)
-        cases.append(Case(family, Plan(layers, tuple(lengths), (replica,)), seed=number, masked=0.4))
+        cases.append(Case(family(), Plan(layers, tuple(lengths), (replica,)), seed=number, masked=0.4))
         one = build_replica([Pipeline((Chunk(whole(lengths, [0, 1, 2])),))], 4)
-        cases.append(Case(family, Plan(layers, tuple(lengths), (one,)), seed=number))
+        cases.append(Case(family(), Plan(layers, tuple(lengths), (one,)), seed=number))
     return cases
 
 

@@ -5,5 +5,6 @@ from infinipipe.verify.distributed import run_in_pool
 from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.plans import random_plan
 from infinipipe.verify.pool import WorkerError, WorkerPool
+from infinipipe.verify.selfcheck import self_check
 
-__all__ = ["FAMILIES", "Case", "Outcome", "WorkerError", "WorkerPool", "random_plan", "run_in_pool", "run_locally"]
+__all__ = ["FAMILIES", "Case", "Outcome", "WorkerError", "WorkerPool", "random_plan", "run_in_pool", "run_locally", "self_check"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from infinipipe.model import Stage, build_stage
 from infinipipe.plan import ChunkKind, Plan
 from infinipipe.runtime import Batch, Executor, Parameters, connect, step_locally
-from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.reference import float64_kept, plain_model, reference_step, relative_error
 
 
@@ -23,19 +23,18 @@ class Case:
     """One comparison.
 
     Attributes:
-        family: a name of ``FAMILIES``; ``changes`` are fields of its configuration.
+        config: of a model small enough for float64 on one core.
         plan: the plan to run; its ``stage_layers`` must sum to the model's layers.
         dtype: ``float64``, ``float32`` or ``bfloat16``.
         seed: of weights, tokens and masks.
         masked: share of sequences whose first two thirds (a prompt) are not supervised; one of them is masked whole.
     """
 
-    family: str
+    config: PretrainedConfig
     plan: Plan
     dtype: str = "float64"
     seed: int = 0
     masked: float = 0.0
-    changes: Mapping[str, Any] = field(default_factory=dict)
     loss_block_tokens: int = 16
 
 
@@ -51,7 +50,7 @@ class Outcome:
 def make_batch(case: Case) -> Batch:
     """The batch of a case: random tokens, prompts masked."""
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
-    vocabulary = FAMILIES[case.family](**case.changes).vocab_size
+    vocabulary = case.config.vocab_size
     tokens = [torch.randint(0, vocabulary, (n,), generator=generator) for n in case.plan.lengths]
     supervised = [torch.ones(n, dtype=torch.bool) for n in case.plan.lengths]
     chosen = [i for i in range(len(tokens)) if rng.random() < case.masked]
@@ -64,8 +63,7 @@ def make_batch(case: Case) -> Batch:
 
 def make_stage(case: Case, index: int) -> Stage:
     """Stage ``index`` of a case's model."""
-    config = FAMILIES[case.family](**case.changes)
-    return build_stage(config, case.plan.stage_layers, index, dtype=getattr(torch, case.dtype), seed=case.seed)
+    return build_stage(case.config, case.plan.stage_layers, index, dtype=getattr(torch, case.dtype), seed=case.seed)
 
 
 def precision(case: Case) -> Any:
@@ -92,9 +90,9 @@ def merge(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def compare(case: Case, loss: float, gradients: Mapping[str, Tensor]) -> Outcome:
     """Set a staged result beside the plain model's."""
-    config = FAMILIES[case.family](**case.changes)
-    whole = build_stage(config, (config.num_hidden_layers,), 0, dtype=getattr(torch, case.dtype), seed=case.seed)
-    model = plain_model(config, whole.model.state_dict(), getattr(torch, case.dtype))
+    layers = (case.config.num_hidden_layers,)
+    whole = build_stage(case.config, layers, 0, dtype=getattr(torch, case.dtype), seed=case.seed)
+    model = plain_model(case.config, whole.model.state_dict(), getattr(torch, case.dtype))
     with precision(case):
         expected_loss, expected = reference_step(model, make_batch(case))
     return Outcome(relative_error(gradients, expected), abs(loss - expected_loss), features(case))
@@ -121,9 +119,8 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
 def features(case: Case) -> frozenset[str]:
     """What a case exercises, by name."""
     plan, found = case.plan, set()
-    config = FAMILIES[case.family](**case.changes)
     batch = make_batch(case)
-    if config.tie_word_embeddings and plan.num_stages > 1:
+    if case.config.tie_word_embeddings and plan.num_stages > 1:
         found.add("tied embeddings")
     if 1 in plan.lengths and 2 in plan.lengths:
         found.add("sequences of 1 and 2 tokens")
@@ -144,7 +141,7 @@ def features(case: Case) -> frozenset[str]:
                 found.add("recomputed hybrid chunk")
             if not bool((batch.labels[piece.sequence][piece.start : piece.stop] >= 0).any()):
                 found.add("slice without supervised tokens")
-            window = getattr(config, "sliding_window", None)
+            window = getattr(case.config, "sliding_window", None)
             if window and piece.start > 0 and piece.stop > window:
                 found.add("sliding window across slices")
         if any(len(set(group)) < len(group) for group in sizes.values()):

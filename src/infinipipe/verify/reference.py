@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,23 +18,31 @@ from infinipipe.runtime import Batch
 
 @contextmanager
 def float64_kept() -> Iterator[None]:
-    """Within the context, ``Tensor.float`` leaves float64 tensors as they are.
+    """Within the context, float64 tensors are not cast to float32.
 
-    Some families (Gemma) compute norms in float32 whatever the model's dtype; the order of that sum alone then makes 2e-7
-    of difference between any two groupings of the same tokens. Kept in float64, on both sides, the difference vanishes.
+    Models compute norms in float32 whatever their dtype; where that includes the norm's weight, the order of the sum over
+    tokens alone makes 2e-7 of difference between any two groupings of the same tokens. Kept in float64, on both sides, the
+    difference vanishes.
     """
-    plain = torch.Tensor.float
+    plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
 
-    def keep(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else plain(tensor)
+    def keep_float(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else plain_float(tensor)
 
-    with mock.patch.object(torch.Tensor, "float", keep):
+    def keep_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64 and torch.float32 in (*args, kwargs.get("dtype")):
+            return tensor
+        return plain_to(tensor, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "float", keep_float), mock.patch.object(torch.Tensor, "to", keep_to):
         yield
 
 
 def plain_model(config: PretrainedConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
     """The Hugging Face model with the given weights, under their names; tied weights may be left out."""
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").to(dtype)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     missing, unexpected = model.load_state_dict(dict(state), strict=False)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     assert not unexpected, unexpected
