@@ -1,11 +1,11 @@
-"""Options of a command, declared as a dataclass whose required fields are the positional arguments."""
+"""Options of a command, declared as a dataclass whose fields without default are the positional arguments."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jsonargparse import ArgumentParser
 
@@ -17,13 +17,20 @@ Options = TypeVar("Options")
 def parse_options(kind: type[Options], command: str, description: str, arguments: Sequence[str]) -> Options:
     """The options in ``arguments``. Raises ``SettingError`` in the user's words."""
     parser = ArgumentParser(prog=f"infinipipe {command}", description=description, exit_on_error=False)
-    parser.add_class_arguments(kind, "options", as_group=False, as_positional=True)
-    names = {"--options.": "--", "options.": ""}
+    parser.add_class_arguments(kind, as_group=False, as_positional=True)
     try:
-        parsed: Any = parser.parse_args(list(arguments))
-        return parser.instantiate_classes(parsed).options
+        parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        message = " ".join(str(error).split())
-        for inner, outer in names.items():
-            message = message.replace(inner, outer)
-        raise SettingError(f"{re.sub(r'^Parser key ', '', message)}; see 'infinipipe {command} --help'") from None
+        raise SettingError(f"{_in_words(str(error))}; see 'infinipipe {command} --help'") from None
+    return kind(**parsed.as_dict())
+
+
+def _in_words(message: str) -> str:
+    """The parser's message as one sentence without Python's spellings."""
+    message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split())).replace("typing.", "")
+    message = re.sub(r'^Parser key "(\w+)":', r"--\1:", message)
+    return re.sub(
+        r"Does not validate against any of the Union subtypes Subtypes: \[(\w+).*\] Errors: .* Given value: (.*)",
+        r"Expected a \1. Got value: \2",
+        message,
+    )

@@ -63,11 +63,11 @@ def _in_words(piece: Slice, siblings: Sequence[Slice]) -> str:
 
 
 def _hues(chunks: Sequence[Chunk]) -> dict[int, float]:
-    """A hue in degrees for every cut sequence, in order of appearance; neighbours are far apart."""
+    """A hue in degrees for every cut sequence, in order of appearance; neighbours are far apart, and none is the red of bubbles."""
     hues: dict[int, float] = {}
     for chunk in chunks:
         if chunk.partial is not None and chunk.partial.sequence not in hues:
-            hues[chunk.partial.sequence] = (250.0 + 137.508 * len(hues)) % 360.0
+            hues[chunk.partial.sequence] = 60.0 + (190.0 + 0.618034 * 270.0 * len(hues)) % 270.0
     return hues
 
 

@@ -35,7 +35,7 @@ class Source(enum.StrEnum):
 class Span:
     """One action while it computes, from ``start`` to ``end``.
 
-    ``recompute`` is how many of its seconds recompute, and ``layers`` how many layers.
+    ``recompute`` is how many of its seconds recompute, 0 if that is not known, and ``layers`` how many layers.
     """
 
     action: Action

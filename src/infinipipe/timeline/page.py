@@ -11,13 +11,21 @@ from typing import Any
 from infinipipe.timeline.breakdown import breakdown, exposed_communication
 from infinipipe.timeline.describe import describe_chunks
 from infinipipe.timeline.events import Timeline
+from infinipipe.timeline.themes import THEMES, css_variables
 
 
 def html_page(timelines: Sequence[Timeline], *, title: str = "InfiniPipe timeline") -> str:
     """The page: ``timelines`` one above the other on one time axis, each with its memory curves below."""
-    template = resources.files("infinipipe.timeline").joinpath("page.html").read_text()
+    page = resources.files("infinipipe.timeline").joinpath("page.html").read_text()
     data = json.dumps({"title": title, "timelines": [_view(t) for t in timelines]}, separators=(",", ":"))
-    return template.replace("{{data}}", data.replace("<", "\\u003c"))
+    for name, text in (
+        ("light", css_variables("light")),
+        ("dark", css_variables("dark")),
+        ("themes", json.dumps(THEMES)),
+        ("data", data.replace("<", "\\u003c")),
+    ):
+        page = page.replace("{{" + name + "}}", text)
+    return page
 
 
 def _view(timeline: Timeline) -> dict[str, Any]:
