@@ -1,0 +1,228 @@
+"""``infinipipe plan LENGTHS MODEL``: the plan of a step, what it will cost, and how other planners would do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from infinipipe.cli.options import parse_options
+from infinipipe.cost import AnalyticCost, CostError, ModelShape, even_stages, flop_cost, state_bytes
+from infinipipe.cost.files import load_cost
+from infinipipe.cost.presets import preset, preset_names
+from infinipipe.plan import ChunkKind, Plan, PlanError, save
+from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
+from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
+from infinipipe.planner.lengths import read_lengths
+from infinipipe.planner.memory import GIB, readable_bytes
+from infinipipe.planner.step import PLANNERS
+from infinipipe.simulate import simulate_plan
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What to plan.
+
+    Attributes:
+        lengths: sequence lengths: a file with one a line, a JSON list, a NumPy array, or the folder of a tokenized corpus.
+        model: a preset such as 7b-a100, a cost file, or a Hugging Face config.json or its folder.
+        stages: pipeline stages; a cost file brings its own.
+        sequence_parallel: devices that share a stage's tokens; a cost file brings its own.
+        batch: sequences of a step, drawn with seed; all if not given.
+        seed: of the draw.
+        context: longest sequence; longer ones are clipped to it.
+        planner: name of the planner.
+        memory_budget: GiB of each device for everything; unlimited if not given.
+        token_capacity: most tokens of a chunk.
+        max_slices: most slices of the longest sequence.
+        num_slices: that number itself; searched if not given.
+        recompute: auto, none, all or a number of layers of every stage.
+        schedule: name of a schedule or path/to/file.py:function; the planner's own choice if not given.
+        replicas: data-parallel replicas.
+        time_limit: seconds after which the search returns its best plan so far.
+        chunk_seconds: fixed cost of a chunk over all stages; the preset's if not given.
+        flops_per_second: what one device reaches, for a Hugging Face configuration.
+        output: where to write the plan.
+        compare: print all planners side by side.
+    """
+
+    lengths: str
+    model: str
+    stages: int = 4
+    sequence_parallel: int = 8
+    batch: int | None = None
+    seed: int = 0
+    context: int | None = None
+    planner: str = "elastic"
+    memory_budget: float | None = None
+    token_capacity: int | None = None
+    max_slices: int = 32
+    num_slices: int | None = None
+    recompute: Literal["auto", "none", "all"] | int = "auto"
+    schedule: str | None = None
+    replicas: int = 1
+    time_limit: float | None = None
+    chunk_seconds: float | None = None
+    flops_per_second: float = 100e12
+    output: str | None = None
+    compare: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "sequence_parallel", "batch", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is {value}; it must be at least 1")
+        if self.memory_budget is not None and self.memory_budget <= 0:
+            raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0")
+
+    def planner_settings(self) -> PlannerSettings:
+        """The planner's part of the options."""
+        return PlannerSettings(
+            planner=self.planner,
+            memory_budget=None if self.memory_budget is None else int(self.memory_budget * GIB),
+            token_capacity=self.token_capacity,
+            max_slices=self.max_slices,
+            num_slices=self.num_slices,
+            recompute=self.recompute,
+            schedule=self.schedule,
+            replicas=self.replicas,
+            time_limit=self.time_limit,
+        )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Plan a step, print the summary, write the plan."""
+    options = parse_options(PlanOptions, "plan", "Plan one step over sequences of given lengths.", arguments)
+    cost = read_cost(options)
+    lengths = batch_lengths(options)
+    settings = options.planner_settings()
+    plan = plan_step(lengths, cost, settings)
+    console = Console(highlight=False)
+    summarise(console, plan, cost, settings, options.context)
+    if options.output is not None:
+        save(plan, options.output)
+        console.print(f"plan written to {options.output}")
+    if options.compare:
+        if options.replicas > 1:
+            console.print("planners are compared on the whole batch as one replica")
+        print_comparison(console, compare(lengths, cost, settings, context=options.context))
+    return 0
+
+
+def read_cost(options: PlanOptions) -> AnalyticCost:
+    """The cost model that ``options.model`` names. Raises ``CostError``."""
+    path = Path(options.model)
+    if options.model in preset_names():
+        return preset(
+            options.model,
+            options.stages,
+            sequence_parallel=options.sequence_parallel,
+            chunk_seconds=options.chunk_seconds,
+        )
+    if not path.exists():
+        raise CostError(
+            f"model {options.model!r} is neither a file nor a preset; presets are {', '.join(preset_names())}"
+        )
+    if path.is_dir() or path.name == "config.json":
+        shape = ModelShape.from_file(path)
+        stages = even_stages(shape.layers, options.stages)
+        return flop_cost(
+            shape,
+            stages,
+            flops_per_second=options.flops_per_second,
+            chunk_seconds=options.chunk_seconds or 0.0,
+            sequence_parallel=options.sequence_parallel,
+            states=state_bytes(shape, stages, shards=options.sequence_parallel),
+        )
+    return load_cost(path)
+
+
+def batch_lengths(options: PlanOptions) -> list[int]:
+    """The step's lengths: all of the file's, or a random batch, clipped to the context."""
+    lengths = read_lengths(options.lengths)
+    if options.batch is not None:
+        chosen = np.random.default_rng(options.seed).permutation(len(lengths))[: options.batch]
+        lengths = [lengths[i] for i in chosen.tolist()]
+    return lengths if options.context is None else [min(length, options.context) for length in lengths]
+
+
+def summarise(
+    console: Console, plan: Plan, cost: AnalyticCost, settings: PlannerSettings, context: int | None = None
+) -> None:
+    """Print what the plan is made of, what its step takes and what memory it needs."""
+    for index, (replica, simulation) in enumerate(zip(plan.replicas, simulate_plan(plan, cost), strict=True)):
+        if len(plan.replicas) > 1:
+            console.print(f"replica {index}")
+        kinds = Counter(chunk.kind for chunk in replica.chunks)
+        cuts = Counter(chunk.partial.sequence for chunk in replica.chunks if chunk.partial is not None)
+        tokens = sum(chunk.num_tokens for chunk in replica.chunks)
+        console.print(
+            f"{tokens:,} tokens in {len(replica.chunks)} chunks: "
+            + ", ".join(f"{kinds[kind]} {kind.value}" for kind in ChunkKind)
+            + f"; {len(cuts)} sequences cut, the most finely into {max(cuts.values(), default=1)} slices; "
+            f"{len(replica.pipelines)} pipeline{'s' if len(replica.pipelines) != 1 else ''}"
+        )
+        if not replica.chunks:
+            continue
+        lengths = [plan.lengths[i] for i in sorted({s.sequence for chunk in replica.chunks for s in chunk.slices})]
+        ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
+        recompute = sum(stage.recompute for stage in simulation.stages) / len(simulation.stages)
+        console.print(
+            f"step {simulation.makespan:.3f} s, {simulation.makespan / ideal:.3f} of the ideal; "
+            f"bubble {simulation.bubble_fraction:.1%}, recompute {recompute / simulation.makespan:.1%}"
+        )
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("stage", "layers", "recomputed layers", "peak memory", "of the budget"):
+            table.add_column(name, justify="right")
+        for stage, peak in enumerate(replica_peaks(replica, cost)):
+            layers = plan.stage_layers[stage]
+            share = sum(replica.recompute[stage]) / max(1, layers * len(replica.chunks))
+            used = "" if settings.memory_budget is None else f"{peak / settings.memory_budget:.1%}"
+            table.add_row(str(stage), str(layers), f"{share:.1%}", readable_bytes(peak), used)
+        console.print(table)
+
+
+def print_comparison(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print planners by step time, those without a plan last."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in (
+        "planner",
+        "step",
+        "over ideal",
+        "bubble",
+        "recompute",
+        "fixed cost",
+        "chunks",
+        "solver gap",
+        "planned in",
+    ):
+        table.add_column(name, justify="left" if name == "planner" else "right")
+    for outcome in sorted(outcomes, key=lambda o: (bool(o.problem), o.seconds)):
+        if outcome.problem:
+            table.add_row(outcome.planner, "-")
+            continue
+        shares = [outcome.bubble, outcome.recompute, outcome.fixed, outcome.gap]
+        bubble, recompute, fixed, gap = ("" if np.isnan(share) else f"{share:.1%}" for share in shares)
+        chunks = "" if outcome.planner in UNPIPED else str(outcome.chunks)
+        row = (f"{outcome.seconds:.3f} s", f"{outcome.over_ideal:.3f}", bubble, recompute, fixed, chunks, gap)
+        table.add_row(outcome.planner, *row, f"{outcome.planning_seconds:.2f} s")
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.problem:
+            console.print(f"{outcome.planner}: {outcome.problem}")
+    console.print(f"planners: {', '.join(PLANNERS)}; by cost alone: {', '.join(UNPIPED)}; shares are of the ideal step")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except ValueError as error:
+        print(f"infinipipe: error: {error}", file=sys.stderr)
+        sys.exit(2)
