@@ -231,7 +231,7 @@ class _Panel:
         for seconds, text in marks:
             yield Lines(((self._x(seconds), y), (self._x(seconds), y + 4)), theme["line"])
             yield Label(self._x(seconds), y + 13, text, theme["muted"], 11, "middle")
-        yield Label(LEFT + self._plot + 10, y + 13, unit, theme["muted"], 11)
+        yield Label(LEFT + self._plot + 24, y + 13, unit, theme["muted"], 11)
 
 
 def _legend(timelines: Sequence[Timeline], theme: dict[str, str], width: float) -> tuple[list[Shape], float]:

@@ -31,7 +31,7 @@ def ticks(end: float, most: int) -> tuple[list[tuple[float, str]], str]:
     wanted = end / max(most, 1)
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= wanted * (1 - 1e-9))
-    unit, factor = ("s", 1.0) if step >= 0.05 else ("ms", 1e3) if step >= 5e-4 else ("µs", 1e6)
+    unit, factor = ("s", 1.0) if end >= 1 else ("ms", 1e3) if end >= 1e-3 else ("µs", 1e6)
     digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
     count = math.floor(end / step * (1 + 1e-9))
     return [(k * step, f"{k * step * factor:.{digits}f}") for k in range(count + 1)], unit
