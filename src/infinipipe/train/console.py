@@ -28,12 +28,14 @@ class Console:
         """A function that shows how far a long reading is: a bar on a terminal, one line for each start elsewhere."""
         seen: dict[str, TaskID] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=RichConsole(file=sys.stdout), disable=self._quiet, transient=True) as bars:
+        console = RichConsole(file=sys.stdout)
+        disable = self._quiet or not console.is_terminal
+        with Progress(*columns, console=console, disable=disable, transient=True) as bars:
 
             def report(what: str, done: int, total: int) -> None:
                 if what not in seen:
                     seen[what] = bars.add_task(what, total=total)
-                    if not bars.console.is_terminal:
+                    if not console.is_terminal:
                         self.say(f"{what}: {total / 1e6:.1f} MB")
                 bars.update(seen[what], completed=done)
 

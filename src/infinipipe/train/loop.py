@@ -23,6 +23,7 @@ from infinipipe.runtime import (
     PipelineGroups,
     ProcessGroupTransport,
     clip_gradients,
+    pair_groups,
     sync_tied_gradients,
 )
 from infinipipe.train.checkpoint import save_checkpoint
@@ -121,10 +122,10 @@ class Trainer:
         )
         ranks = range(settings.parallel.stages)
         self.parameters = Parameters(self.stage)
-        self._groups = PipelineGroups(ranks)
+        self._groups = PipelineGroups.create([ranks])
         self._executor = Executor(
             self.stage,
-            ProcessGroupTransport(ranks),
+            ProcessGroupTransport(ranks, pair_groups([ranks])),
             self.parameters,
             loss_block_tokens=settings.train.loss_block_tokens,
         )
@@ -135,8 +136,8 @@ class Trainer:
     def run(self, corpus: Corpus | None, console: Console, metrics: MetricsWriter | None) -> None:
         """All steps, with evaluations; ``corpus`` and ``metrics`` are rank 0's."""
         settings = self.settings
-        num_steps, every = settings.train.steps, settings.train.evaluate_every
-        batches = None if corpus is None else _batches(corpus.train, settings)
+        num_steps, every = settings.train.stop_after or settings.train.steps, settings.train.evaluate_every
+        batches = None if corpus is None else global_batches(corpus.train, settings)
         self._say_model(console)
         for step in range(num_steps):
             record = self.step(step, batches)
@@ -253,8 +254,8 @@ def make_batch(sequences: Sequences, chosen: list[int]) -> Batch:
     )
 
 
-def _batches(sequences: Sequences, settings: Settings) -> Iterator[Batch]:
-    """Global batches without end."""
+def global_batches(sequences: Sequences, settings: Settings) -> Iterator[Batch]:
+    """The global batches of a run, without end."""
     sampler = BatchSampler(
         sequences.lengths,
         sequences_per_step=settings.data.sequences_per_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from infinipipe.model import check_supported, load_config, text_config
@@ -33,7 +34,7 @@ def model_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
         config = text_config(AutoConfig.for_model(kind, **fields))
     except SettingError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise SettingError(f"model.config cannot be used: {' '.join(str(error).split())}") from None
     if config.vocab_size < vocab_size:
         raise SettingError(

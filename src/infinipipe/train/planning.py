@@ -13,6 +13,8 @@ from infinipipe.planner import PlannerSettings, plan_step
 from infinipipe.train.settings import Settings
 
 GIB = 2**30
+ADAMW_BYTES = 16
+"""A float32 parameter with its gradient and two moments."""
 
 
 class StepPlanner:
@@ -25,15 +27,14 @@ class StepPlanner:
         plan = settings.plan
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         shape = ModelShape.from_config(config.to_dict())
-        master = torch.promote_types(dtype, torch.float32).itemsize
-        copies = dtype.itemsize if dtype.itemsize < master else 0
+        copies = dtype.itemsize if dtype != torch.float32 else 0
         self._cost = flop_cost(
             shape,
             stage_layers,
             element_bytes=dtype.itemsize,
             flops_per_second=plan.flops_per_second,
             chunk_seconds=plan.chunk_seconds,
-            states=state_bytes(shape, stage_layers, bytes_per_parameter=4 * master + copies),
+            states=state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies),
             block_tokens=settings.train.loss_block_tokens,
         )
         self._settings = PlannerSettings(

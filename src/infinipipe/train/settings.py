@@ -23,7 +23,7 @@ class ModelSettings:
     path: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     weights: Literal["load", "random"] = "random"
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if not self.path and not isinstance(self.config.get("model_type"), str):
@@ -134,7 +134,8 @@ class TrainSettings:
 
     Attributes:
         output: folder of the run: logs, metrics and at the end the Hugging Face checkpoint
-        steps: optimizer steps
+        steps: optimizer steps, over which the learning rate takes its course
+        stop_after: if above 0, the run ends after so many of them
         seed: of random weights and of the order of sequences
         evaluate_every: steps between evaluations on held-out documents; 0 evaluates at the end only
         evaluate_sequences: held-out documents of an evaluation, the first ones of a fixed order
@@ -143,6 +144,7 @@ class TrainSettings:
 
     output: str = "runs/train"
     steps: int = 100
+    stop_after: int = 0
     seed: int = 0
     evaluate_every: int = 0
     evaluate_sequences: int = 16
@@ -152,6 +154,7 @@ class TrainSettings:
         if not self.output:
             raise SettingError("train.output is empty; name a folder for the run")
         require_range("train.steps", self.steps, at_least=1)
+        require_range("train.stop_after", self.stop_after, at_least=0, at_most=self.steps)
         require_range("train.seed", self.seed, at_least=0, at_most=2**63 - 1)
         require_range("train.evaluate_every", self.evaluate_every, at_least=0)
         require_range("train.evaluate_sequences", self.evaluate_sequences, at_least=1)

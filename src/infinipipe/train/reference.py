@@ -1,0 +1,56 @@
+"""The same training by the plain Hugging Face model in one process: what a run's losses are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from infinipipe.data import Corpus, open_corpus
+from infinipipe.model import build_stage
+from infinipipe.runtime import Batch
+from infinipipe.train.loop import global_batches
+from infinipipe.train.model import model_config
+from infinipipe.train.settings import Settings
+from infinipipe.verify.reference import plain_model, reference_step
+
+
+def plain_losses(settings: Settings, num_steps: int) -> list[float]:
+    """Losses of the first ``num_steps`` steps on the same global batches, sequence by sequence, without any pipeline.
+
+    Starts from the same weights. Optimizer, schedule and clipping are torch's own.
+    """
+    corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
+    batches: Iterator[Batch] = global_batches(corpus.train, settings)
+    config = model_config(settings.model, len(corpus.tokenizer))
+    model_path = settings.model.path if settings.model.weights == "load" else None
+    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=model_path)
+    model = plain_model(config, whole.model.state_dict(), torch.float32)
+    chosen = settings.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": chosen.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=chosen.learning_rate,
+        betas=chosen.betas,
+        eps=chosen.epsilon,
+    )
+    warmup, rest = chosen.warmup_steps, max(settings.train.steps - chosen.warmup_steps, 1)
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return chosen.final_share + (1 - chosen.final_share) * (1 + math.cos(math.pi * (step - warmup) / rest)) / 2
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    losses = []
+    for _ in range(num_steps):
+        loss, _ = reference_step(model, next(batches))
+        losses.append(loss)
+        if chosen.max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_norm)
+        optimizer.step()
+        schedule.step()
+    return losses

@@ -1,0 +1,86 @@
+"""The model and the planner that settings describe, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinipipe.data import DataSettings
+from infinipipe.train.model import model_config
+from infinipipe.train.planning import StepPlanner
+from infinipipe.train.settings import ModelSettings, PlanSettings, Settings
+
+FIELDS: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+def test_described_by_fields_alone() -> None:
+    config = model_config(ModelSettings(config=FIELDS), vocab_size=300)
+    assert (config.model_type, config.hidden_size, config.vocab_size) == ("llama", 32, 300)
+
+
+def test_fields_replace_those_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"vocab_size": 320}))
+    settings = ModelSettings(path=str(tmp_path), config={"num_hidden_layers": 2})
+    config = model_config(settings, vocab_size=300)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (2, 32, 320)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_dropout": 0.1}, "model.config.hidden_dropout is no field of a llama configuration"),
+        ({"attention_dropout": 0.1}, "dropout is not supported"),
+        ({"vocab_size": 100}, "model.config.vocab_size is 100, but the tokenizer has 300"),
+        ({"hidden_size": "wide"}, "model.config cannot be used"),
+        ({"model_type": "nonsense"}, "model.config cannot be used.*nonsense"),
+    ],
+)
+def test_unusable_fields_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_config(ModelSettings(config=FIELDS | changes), vocab_size=300)
+
+
+def test_missing_path_and_other_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        model_config(ModelSettings(path=str(tmp_path / "nowhere")), vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    with pytest.raises(ValueError, match="holds a llama"):
+        model_config(ModelSettings(path=str(tmp_path), config={"model_type": "qwen2"}), vocab_size=300)
+
+
+def planner(**plan: Any) -> StepPlanner:
+    settings = Settings(
+        model=ModelSettings(config=FIELDS), data=DataSettings(files=["x"]), plan=replace(PlanSettings(), **plan)
+    )
+    return StepPlanner(settings, model_config(settings.model, vocab_size=300), (2, 2))
+
+
+def test_plans_keep_to_the_settings() -> None:
+    plan = planner(num_slices=5, recompute="all").plan([500, 20, 30])
+    assert max(pipeline.num_splits for pipeline in plan.replicas[0].pipelines) == 5
+    assert {layers for row in plan.replicas[0].recompute for layers in row} == {2}
+    capped = planner(token_capacity=64).plan([500, 20, 30])
+    assert max(chunk.num_tokens for chunk in capped.all_chunks()) <= 64
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"planner": "best"}, "there is no planner 'best'"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
+        ({"memory_budget": 0.0001}, "needs at least .* per device at stage"),
+    ],
+)
+def test_impossible_plans_are_refused(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planner(**plan).plan([500, 20, 30])

@@ -1,0 +1,157 @@
+"""Training end to end on two processes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from infinipipe.cli.train import read_settings
+from infinipipe.data import open_corpus
+from infinipipe.train.loop import make_batch
+from infinipipe.train.reference import plain_losses
+from infinipipe.verify.reference import reference_step
+
+from .conftest import COMMAND, Finished, train
+
+
+def test_run_ends_well_and_says_what_it_did(finished: Finished) -> None:
+    assert (finished.code, finished.err) == (0, "")
+    assert "step 6/6  loss " in finished.out
+    assert "hybrid chunks" in finished.out
+    assert "activations " in finished.out
+    assert "unigram entropy" in finished.out.splitlines()[-2]
+    assert [record["step"] for record in finished.metrics("step")] == list(range(1, 7))
+    assert [record["step"] for record in finished.metrics("evaluation")] == [4, 6]
+    assert list((finished.output / "tensorboard").glob("events*"))
+
+
+def test_plans_cut_and_pack(finished: Finished) -> None:
+    plans = [record["plan"] for record in finished.metrics("step")]
+    assert max(plan["most_slices"] for plan in plans) >= 4
+    assert sum(plan["hybrid"] for plan in plans) > 0
+
+
+def test_peaks_of_both_stages_are_reported(finished: Finished) -> None:
+    for record in finished.metrics("step"):
+        assert len(record["peak_bytes"]) == 2
+        assert min(record["peak_bytes"]) > 0
+
+
+def test_losses_are_the_plain_models(finished: Finished) -> None:
+    settings, _ = read_settings([str(finished.config)])
+    expected = plain_losses(settings, 6)
+    losses = [record["loss"] for record in finished.metrics("step")]
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_checkpoint_loads_with_the_loss_it_had(finished: Finished) -> None:
+    folder = finished.output / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    settings, _ = read_settings([str(finished.config)])
+    corpus = open_corpus(settings.data, settings.tokenizer)
+    text = "alpha beta <gamma>"
+    assert AutoTokenizer.from_pretrained(folder)(text) == corpus.tokenizer(text)
+    count = min(len(corpus.held_out), settings.train.evaluate_sequences)
+    loss, _ = reference_step(model, make_batch(corpus.held_out, list(range(count))))
+    assert loss == pytest.approx(finished.metrics("evaluation")[-1]["loss"], abs=1e-4)
+
+
+def test_training_goes_on_from_a_checkpoint(finished: Finished) -> None:
+    again = train(
+        finished.config,
+        *("--model.path", str(finished.output / "checkpoint"), "--model.weights", "load", "--train.steps", "1"),
+        *("--parallel.stages", "1", "--model.dtype", "bfloat16"),
+        output="again",
+    )
+    assert (again.code, again.err) == (0, "")
+    assert again.metrics("step")[0]["loss"] < finished.metrics("step")[1]["loss"] - 0.3
+    assert AutoModelForCausalLM.from_pretrained(again.output / "checkpoint").dtype == torch.float32
+
+
+def test_kept_settings_are_those_of_the_run(finished: Finished) -> None:
+    kept, _ = read_settings([str(finished.output / "settings.yaml")])
+    assert kept == read_settings([str(finished.config)])[0]
+
+
+def test_divergence_stops_before_the_weights_change(config: Path) -> None:
+    run = train(config, "--optimizer.learning_rate", "1e30", output="diverged")
+    assert run.code == 2
+    (line,) = run.err.splitlines()
+    assert "the weights were left as they were" in line
+    assert "lower optimizer.learning_rate" in line
+    assert all(math.isfinite(record["loss"]) for record in run.metrics("step"))
+    assert not (run.output / "checkpoint").exists()
+
+
+def test_users_error_inside_workers_is_one_sentence(config: Path) -> None:
+    run = train(config, "--data.files", '["none/*.txt"]', output="refused")
+    assert run.code == 2
+    (line,) = run.err.splitlines()
+    assert line.startswith("infinipipe: error: data.files names 'none/*.txt', but no file matches")
+    assert not (run.output / "checkpoint").exists()
+
+
+def test_killed_worker_ends_the_job_with_one_message(config: Path) -> None:
+    output = config.parent / "killed"
+    command = [*COMMAND, str(config), "--train.output", str(output), "--train.steps", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        metrics = output / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        workers = _children(process.pid)
+        assert len(workers) == 2
+        start = time.monotonic()
+        os.kill(workers[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    assert time.monotonic() - start < 30
+    assert process.returncode == 1
+    (line,) = err.splitlines()
+    assert "rank 1 (stage 1) was killed by signal 9 (SIGKILL)" in line
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def _children(parent: int) -> list[int]:
+    """Process ids of the children of ``parent``, in the order of their ranks."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                environment = stat.with_name("environ").read_bytes().split(b"\0")
+                rank = next(item for item in environment if item.startswith(b"RANK="))
+                found[int(rank[5:])] = int(stat.parent.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_processes_of_torchrun_are_joined(config: Path) -> None:
+    output = config.parent / "joined"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
+    command += [*COMMAND[2:], str(config), "--train.output", str(output), "--train.steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert (output / "checkpoint" / "config.json").is_file()
+
+
+def test_wrong_number_of_processes_is_refused(config: Path) -> None:
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [*COMMAND, str(config)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "parallel.stages is 2, which takes 2 processes, but torchrun has started 3" in done.stderr
