@@ -172,7 +172,7 @@ def context_attention(
         raise ValueError(
             f"value heads of size {value.shape[-1]} beside query heads of {query.shape[-1]} are not supported"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     backend = get_backend(query.device, query.dtype)
     out = _ContextAttention.apply(q, k, v, chunk_context, module.layer_idx, scale, sliding_window, backend)

@@ -126,7 +126,7 @@ class Stage(nn.Module):
             use_cache=False,
             chunk_context=context,
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state.squeeze(0)
 
 
 def build_stage(

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class MemoryMeter(TorchDispatchMode):
     """Counts live bytes of the storages that operators allocate within the context, in autograd's backward too.
 
     What exists before (parameters, preallocated gradients, optimizer states) is not counted, nor is what kernels use
-    internally. It observes operators of the calling thread on the CPU; on CUDA the allocator's own statistics serve.
+    internally. It observes operators of the calling thread on the CPU; on CUDA the allocator's own statistics serve. What it
+    has seen allocated may be freed by any thread.
 
     Attributes:
-        current: live bytes now.
         peak: the most live bytes since the start or the last :meth:`reset_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = 0
         self.peak = 0
+        self._current = 0
         self._live: dict[int, int] = {}
+        self._freed: deque[int] = deque()
+
+    @property
+    def current(self) -> int:
+        """Live bytes now."""
+        while self._freed:
+            self._current -= self._live.pop(self._freed.popleft())
+        return self._current
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
@@ -34,23 +43,30 @@ class MemoryMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._allocated(leaf)
+        result = func(*args, **(kwargs or {}))
+        before = self.current
+        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._live]
+        if fresh:
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+            for tensor in fresh:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self._live:
+                    self._live[key] = storage.nbytes()
+                    before += storage.nbytes()
+                    weakref.finalize(storage, self._freed.append, key).atexit = False
+            self._current = before
+            self.peak = max(self.peak, before)
         return result
 
-    def _allocated(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
-            return
-        self._live[key] = storage.nbytes()
-        self.current += storage.nbytes()
-        self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._freed, key)
 
-    def _freed(self, key: int) -> None:
-        self.current -= self._live.pop(key)
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _tensors(item)

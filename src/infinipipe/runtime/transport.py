@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -76,6 +79,34 @@ def pair_groups(pipelines: Sequence[Sequence[int]]) -> PairGroups:
     return groups
 
 
+class _Departures:
+    """Holds tensors that are being sent, in their order, each until it has left and no longer.
+
+    Gloo's sends are completed only when someone waits for them, so a thread does.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[None], dist.Work, Tensor]] = SimpleQueue()
+        Thread(target=self._wait, daemon=True).start()
+
+    def hold(self, work: dist.Work, tensor: Tensor) -> Future[None]:
+        """Keep ``tensor`` until ``work`` is done, which the result says."""
+        done: Future[None] = Future()
+        self._queue.put((done, work, tensor))
+        return done
+
+    def _wait(self) -> None:
+        while True:
+            done, work, tensor = self._queue.get()
+            try:
+                work.wait()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            del done, work, tensor
+
+
 class ProcessGroupTransport:
     """Messages over ``torch.distributed``, with a communicator of its own for every direction and neighbour pair.
 
@@ -86,7 +117,8 @@ class ProcessGroupTransport:
         self._ranks = list(ranks)
         self._stage = self._ranks.index(dist.get_rank())
         self._groups = groups
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._departures = {direction: _Departures() for direction in Direction}
+        self._sends: deque[Future[None]] = deque()
 
     def _neighbour(self, direction: Direction, *, sending: bool) -> tuple[int, dist.ProcessGroup]:
         step = 1 if (direction == Direction.FORWARD) == sending else -1
@@ -107,14 +139,11 @@ class ProcessGroupTransport:
         target, group = self._neighbour(direction, sending=True)
         work = dist.isend(tensor, dst=target, group=group)
         assert work is not None
-        self._sends.append((work, tensor))
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
+        self._sends.append(self._departures[direction].hold(work, tensor))
 
     def finish(self) -> None:
         while self._sends:
-            self._sends[0][0].wait()
-            self._sends.popleft()
+            self._sends.popleft().result()
 
 
 class _Letter:
