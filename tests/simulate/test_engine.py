@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import equal_chunks, plans
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from infinipipe.plan import (
 )
 from infinipipe.plan.types import ActionKind
 from infinipipe.simulate import Engine, makespan
+from simulate.cases import equal_chunks, plans
 
 
 def replay(

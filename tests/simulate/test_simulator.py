@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from cases import RoundCost, equal_chunks, plans
 from hypothesis import given
 
 from infinipipe.plan import Chunk, Direction, Pipeline, Plan, PlanError, build_replica, cut, whole
@@ -13,6 +12,7 @@ from infinipipe.plan.types import ActionKind
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.simulate import Simulation, simulate, simulate_plan
 from infinipipe.timeline import Span
+from simulate.cases import RoundCost, equal_chunks, plans
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,11 @@ def test_without_messages_communication_is_bubble(simulation: Simulation) -> Non
         ({"source": "guessed"}, "malformed"),
         ({"spans": [[["F0", 0.0, "x", 0.0, 0]], []]}, "malformed"),
         ({"spans": [[["F99", 0.0, 1.0, 0.0, 0]], []], "messages": []}, "there are 9 chunks"),
-        ({"spans": [[["F0", 0.0, 2.0, 0.0, 0], ["F1", 1.0, 3.0, 0.0, 0]], []], "messages": []}, "F1 starts before"),
+        (
+            {"spans": [[["F0", 0.0, 2.0, 0.0, 0], ["F1", 1.0, 3.0, 0.0, 0]], []], "messages": []},
+            "times of F1 are out of order",
+        ),
+        ({"spans": [[["F0", 0.0, float("inf"), 0.0, 0]], []], "messages": []}, "times of F0 are out of order"),
         ({"spans": [[], []]}, "do not both run it"),
         ({"memory": [[]]}, "2 stages but 1 memory"),
         ({"pipelines": [[[]] * 9]}, "chunk without slices"),

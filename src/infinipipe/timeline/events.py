@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,8 +237,8 @@ def _check(timeline: Timeline) -> None:
         for span in row:
             if span.action.chunk >= num_chunks:
                 raise TimelineError(f"stage {stage} runs {span.action}, but there are {num_chunks} chunks")
-            if not reached <= span.start <= span.end:
-                raise TimelineError(f"stage {stage}: {span.action} starts before what comes before it has ended")
+            if not reached <= span.start <= span.end < math.inf:
+                raise TimelineError(f"stage {stage}: the times of {span.action} are out of order")
             reached = span.end
     actions = [{span.action for span in row} for row in timeline.spans]
     for message in timeline.messages:
