@@ -46,6 +46,17 @@ class Bucket:
     tokens: int = 0
     wholes: list[int] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, piece: Slice, time: SequenceTime) -> Bucket:
+        """A bucket that starts with a slice."""
+        return cls(piece, time(piece.start, piece.stop), piece.num_tokens)
+
+    def add(self, sequence: int, length: int, seconds: float) -> None:
+        """Put a whole sequence in."""
+        self.wholes.append(sequence)
+        self.tokens += length
+        self.seconds += seconds
+
     def chunk(self, lengths: Sequence[int]) -> Chunk:
         wholes = tuple(Slice(i, 0, lengths[i], lengths[i]) for i in self.wholes)
         return Chunk(((self.first,) if self.first is not None else ()) + wholes)
@@ -90,9 +101,7 @@ def pack(
         if best is None:
             best = Bucket()
             buckets.append(best)
-        best.wholes.append(sequence)
-        best.seconds += seconds
-        best.tokens += length
+        best.add(sequence, length, seconds)
     return buckets
 
 
@@ -142,27 +151,78 @@ def balanced_chunking(
             f"{num_slices} slices of the longest sequence, {longest} tokens, start with one of {target_tokens} tokens, "
             f"more than the token capacity of {token_capacity}"
         )
-    cuts: list[list[Chunk]] = []
-    tails: list[Bucket] = []
+    cuts: list[list[Bucket]] = []
     shorts: list[int] = []
     for sequence in sequences:
         length = lengths[sequence]
         if length <= target_tokens:
             shorts.append(sequence)
-            continue
-        slices = cut(sequence, length, [border for border in mesh if border < length])
-        cuts.append([Chunk((piece,)) for piece in slices[:-1]])
-        tail = slices[-1]
-        tails.append(Bucket(tail, time(tail.start, tail.stop), tail.num_tokens))
-    buckets = pack(
-        tails,
-        shorts,
-        lengths,
-        time,
-        target_seconds=time(0, longest) / num_slices,
-        target_tokens=target_tokens,
+        else:
+            slices = cut(sequence, length, [border for border in mesh if border < length])
+            cuts.append([Bucket.of(piece, time) for piece in slices])
+    tails = [buckets[-1] for buckets in cuts]
+    packed = pack(
+        tails, shorts, lengths, time, target_seconds=time(0, longest) / num_slices, target_tokens=target_tokens
     )
-    for chunks, bucket in zip(cuts, buckets, strict=False):
-        chunks.append(bucket.chunk(lengths))
-    batched = tuple(bucket.chunk(lengths) for bucket in buckets[len(cuts) :])
-    return Chunking(tuple(tuple(chunks) for chunks in cuts), batched)
+    return _chunking(cuts, packed[len(tails) :], lengths)
+
+
+def even_chunking(
+    lengths: Sequence[int],
+    sequences: Sequence[int],
+    target_seconds: float,
+    time: SequenceTime,
+    *,
+    token_limit: int,
+) -> Chunking:
+    """Cut each sequence into the fewest slices of equal time within the target, and pack short ones beside any slice.
+
+    Every sequence has its own borders, so none ends in a small tail; ``target_seconds`` may exceed the time of the longest.
+    A sequence whose first slice would exceed ``token_limit`` is cut more finely.
+    """
+    cuts: list[list[Bucket]] = []
+    shorts: list[int] = []
+    for sequence in sequences:
+        length = lengths[sequence]
+        number = max(1, math.ceil(time(0, length) / target_seconds - 1e-9))
+        if number == 1 and length <= token_limit:
+            shorts.append(sequence)
+            continue
+        slices = cut(sequence, length, balanced_borders(length, number, time))
+        while slices[0].num_tokens > token_limit:
+            number += 1
+            slices = cut(sequence, length, balanced_borders(length, number, time))
+        cuts.append([Bucket.of(piece, time) for piece in slices])
+    open_buckets = [bucket for buckets in cuts for bucket in buckets]
+    packed = pack(open_buckets, shorts, lengths, time, target_seconds=target_seconds, target_tokens=token_limit)
+    return _chunking(cuts, packed[len(open_buckets) :], lengths)
+
+
+def ramp_chunks(
+    lengths: Sequence[int], sequences: Sequence[int], targets: Sequence[float], time: SequenceTime, *, token_limit: int
+) -> tuple[list[Chunk], list[int]]:
+    """Chunks of whole sequences that take at most each of ``targets`` seconds, and the sequences left over.
+
+    The longest that fit go first; targets for which nothing is left yield no chunk.
+    """
+    left = sorted(sequences, key=lambda i: (-lengths[i], i))
+    chunks: list[Chunk] = []
+    for target in targets:
+        bucket, passed = Bucket(), []
+        for sequence in left:
+            seconds = time(0, lengths[sequence])
+            if bucket.seconds + seconds <= target and bucket.tokens + lengths[sequence] <= token_limit:
+                bucket.add(sequence, lengths[sequence], seconds)
+            else:
+                passed.append(sequence)
+        left = passed
+        if bucket.wholes:
+            chunks.append(bucket.chunk(lengths))
+    return chunks, left
+
+
+def _chunking(cuts: Sequence[Sequence[Bucket]], batched: Sequence[Bucket], lengths: Sequence[int]) -> Chunking:
+    return Chunking(
+        tuple(tuple(bucket.chunk(lengths) for bucket in buckets) for buckets in cuts),
+        tuple(bucket.chunk(lengths) for bucket in batched),
+    )

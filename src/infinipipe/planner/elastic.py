@@ -1,52 +1,164 @@
-"""``elastic``: the published method's chunks under schedules that hide delays and hold less, judged by simulated makespan."""
+"""``elastic``: finer choices than the published method, every one judged by its simulated makespan.
+
+Beyond the number of slices, it chooses how sequences are cut and packed, a ramp of small chunks at both ends of the step, which
+shortens the time in which later stages wait for the first chunk and earlier ones for the last, and how far stages run ahead.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from infinipipe.planner.draft import Draft
+from infinipipe.plan import Chunk
+from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
 from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.schedules import lead
 from infinipipe.planner.search import Found, Replica, descend
 
-VARIANTS: tuple[tuple[str, float], ...] = (
-    ("lookahead", 2.0),
+Style = Literal["mesh", "even", "dense"]
+"""Algorithm 1; equal slices of each sequence within its token target; the same with the token capacity as only limit."""
+
+STYLES: tuple[Style, ...] = ("mesh", "even", "dense")
+SCHEDULES: tuple[tuple[str, float], ...] = (
     ("window", 2.0),
+    ("lookahead", 2.0),
     ("lookahead", 3.0),
     ("lookahead", 1.5),
-    ("window", 1.5),
     ("window", 1.0),
     ("lookahead", 1.0),
 )
 """Schedules and how many forwards a stage runs ahead for each stage after it."""
-LEANEST = ("lookahead", 0.0)
-REFINED = 2
-"""How many of the best slice numbers are tried with all variants."""
+RAMPS = (0.0, 1.0, 2.0)
+"""Chunks of the ramp at each end, per stage."""
+MULTIPLES = (8, 6, 4, 3, 2, 1.5)
+"""Targets beyond the longest sequence, in multiples of its time."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One point of the search.
+
+    Attributes:
+        slices: the time target as a fraction of the longest sequence: its number of slices, or less than 1.
+        style: how sequences are cut and packed.
+        ramp: chunks of the ramp at each end, per stage.
+        schedule: name and lead.
+    """
+
+    slices: float
+    style: Style
+    ramp: float
+    schedule: tuple[str, float]
+
+    def neighbours(self) -> Iterator[Choice]:
+        """Choices that differ in one thing other than the number of slices."""
+        for ramp in RAMPS:
+            yield dataclasses.replace(self, ramp=ramp)
+        for schedule in SCHEDULES:
+            yield dataclasses.replace(self, schedule=schedule)
+        for style in STYLES:
+            yield dataclasses.replace(self, style=style)
+
+
+class ElasticSearch:
+    """The search of one replica."""
+
+    def __init__(self, problem: Replica) -> None:
+        self.problem = problem
+        self.stages = len(problem.cost.stage_layers)
+        self._seconds: dict[Choice, float] = {}
+
+    def run(self) -> Found:
+        """Descend over slices, then over everything else from the best, then over slices again."""
+        problem = self.problem
+        numbers = self.slice_numbers()
+        roomy = problem.settings.memory_budget is None
+        best = Choice(1.0, "mesh", 1.0, SCHEDULES[0 if roomy else 1])
+        ranked = descend(numbers, lambda number: self.try_slices(best, number), problem.limits)
+        if not ranked:
+            return self.leanest(numbers)
+        best = dataclasses.replace(best, slices=ranked[0])
+        improved = True
+        while improved:
+            start = best
+            for choice in (*best.neighbours(), *self.beside(best, numbers)):
+                if choice in self._seconds or not problem.limits.spend():
+                    continue
+                if self.try_choice(choice) < self._seconds[best]:
+                    best = choice
+            improved = best != start
+        plan_paper(problem)
+        return problem.result()
+
+    def leanest(self, numbers: list[float]) -> Found:
+        """Nothing fits yet: run no stage ahead, cut as finely as allowed, and then as the published method does."""
+        for number in reversed(numbers):
+            for schedule in (("lookahead", 1.0), ("lookahead", 0.0)):
+                self.try_choice(Choice(number, "mesh", 0.0, schedule))
+        plan_paper(self.problem)
+        return self.problem.result()
+
+    def slice_numbers(self) -> list[float]:
+        """Time targets to try, coarsest first."""
+        problem = self.problem
+        numbers: list[float] = list(problem.slice_numbers())
+        if problem.settings.num_slices is not None or numbers[0] > 1:
+            return numbers
+        room = min(problem.capacity, sum(problem.lengths[i] for i in problem.sequences)) / problem.longest
+        return [1 / multiple for multiple in MULTIPLES if multiple <= room] + numbers
+
+    def beside(self, choice: Choice, numbers: list[float]) -> Iterator[Choice]:
+        """The choice with the next coarser and finer target."""
+        place = numbers.index(choice.slices)
+        for index in (place - 1, place + 1):
+            if 0 <= index < len(numbers):
+                yield dataclasses.replace(choice, slices=numbers[index])
+
+    def try_slices(self, choice: Choice, number: float) -> float:
+        return self.try_choice(dataclasses.replace(choice, slices=number))
+
+    def try_choice(self, choice: Choice) -> float:
+        """Simulated seconds of a choice; infinite if it does not fit."""
+        if choice not in self._seconds:
+            chunks = self.chunks(choice)
+            name, per_stage = choice.schedule
+            found = None
+            if chunks is not None:
+                draft = self.problem.draft([chunks], name, lead(self.stages, per_stage))
+                found = self.problem.consider(draft)
+            self._seconds[choice] = math.inf if found is None else found.seconds
+        return self._seconds[choice]
+
+    def chunks(self, choice: Choice) -> tuple[Chunk, ...] | None:
+        """The chunks of a choice in order; ``None`` if a slice would exceed the token capacity."""
+        problem, time = self.problem, self.problem.time
+        target = time(0, problem.longest) / choice.slices
+        balanced = min(problem.capacity, max(1, round(time.reach(target))))
+        limit = problem.capacity if choice.style == "dense" else balanced
+        length = round(choice.ramp * self.stages)
+        targets = [target * (i + 1) / (length + 1) for i in range(length)]
+        shorts = [i for i in problem.sequences if time(0, problem.lengths[i]) <= target]
+        rising, left = ramp_chunks(problem.lengths, shorts, targets, time, token_limit=limit)
+        falling, left = ramp_chunks(problem.lengths, left, targets, time, token_limit=limit)
+        kept = set(left)
+        rest = [i for i in problem.sequences if i in kept or time(0, problem.lengths[i]) > target]
+        if not rest:
+            return (*rising, *reversed(falling))
+        if choice.style == "mesh" and choice.slices >= 1:
+            try:
+                middle = balanced_chunking(
+                    problem.lengths, rest, int(choice.slices), time, token_capacity=problem.capacity
+                )
+            except TokenOverflowError:
+                return None
+        else:
+            middle = even_chunking(problem.lengths, rest, target, time, token_limit=limit)
+        return (*rising, *middle.ordered(), *reversed(falling))
 
 
 def plan_elastic(problem: Replica) -> Found:
-    """Search over ``K`` and schedules; never slower than ``elastic-paper``, whose plan is one of those compared."""
-    numbers = problem.slice_numbers()
-    roomy = problem.settings.memory_budget is None
-
-    def draft(num_slices: int, variant: tuple[str, float]) -> Draft:
-        chunking = problem.chunking(num_slices)
-        assert chunking is not None
-        schedule, per_stage = variant
-        return problem.draft([chunking.ordered()], schedule, lead(len(problem.cost.stage_layers), per_stage))
-
-    def seconds(num_slices: int) -> float:
-        found = problem.consider(draft(num_slices, VARIANTS[1 if roomy else 0]))
-        return math.inf if found is None else found.seconds
-
-    ranked = descend(numbers, seconds, problem.limits)
-    for num_slices in ranked[:REFINED]:
-        for variant in VARIANTS[:1] if roomy else VARIANTS[1:]:
-            if problem.limits.spend():
-                problem.consider(draft(num_slices, variant))
-    if not ranked:
-        for num_slices in reversed(numbers):
-            for variant in (VARIANTS[-1], LEANEST):
-                problem.consider(draft(num_slices, variant))
-    plan_paper(problem)
-    return problem.result()
+    """Search over :class:`Choice`; never slower than ``elastic-paper``, whose plan is one of those compared."""
+    return ElasticSearch(problem).run()

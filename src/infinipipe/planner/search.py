@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Chunk, PlanError, ReplicaPlan
@@ -138,6 +139,9 @@ class Replica:
         return self.best
 
 
+Scale = TypeVar("Scale", int, float)
+
+
 def _spread(most: int) -> list[int]:
     numbers, value = [], 1
     while value < most:
@@ -146,7 +150,7 @@ def _spread(most: int) -> list[int]:
     return [*numbers, most]
 
 
-def descend(numbers: Sequence[int], seconds: Callable[[int], float], limits: Limits) -> list[int]:
+def descend(numbers: Sequence[Scale], seconds: Callable[[Scale], float], limits: Limits) -> list[Scale]:
     """Search ascending ``numbers`` for the least ``seconds``; returns those tried that are finite, best first.
 
     Every third is tried, then the neighbours of the best until none is better. If none of these is finite, all are tried from
