@@ -51,12 +51,22 @@ class Stage(nn.Module):
         model: the trimmed Hugging Face model; its parameters keep their names.
         index: number of the stage, from 0.
         stage_layers: layers of every stage.
+        dtype, device: of the parameters, and of the hidden states between stages.
         tied: whether the head's weight is the embedding's, on whatever stages they are.
     """
 
-    def __init__(self, model: PreTrainedModel, stage_layers: tuple[int, ...], index: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stage_layers: tuple[int, ...],
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.dtype = dtype
+        self.device = device
         self.stage_layers = stage_layers
         self.index = index
         self.tied = bool(model.config.tie_word_embeddings)
@@ -85,14 +95,6 @@ class Stage(nn.Module):
     @property
     def hidden_size(self) -> int:
         return self.model.config.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters(), torch.empty(0)).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
 
     @property
     def head(self) -> nn.Linear:
@@ -164,7 +166,7 @@ def build_stage(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    stage = Stage(model, stage_layers, index)
+    stage = Stage(model, stage_layers, index, dtype, torch.device(device))
     if checkpoint is not None:
         aliases = {f"{head_name}.weight": f"{embedding_name}.weight"} if stage.tied else None
         read_tensors(model, Path(checkpoint), aliases=aliases)

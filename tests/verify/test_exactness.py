@@ -1,0 +1,105 @@
+"""Contract 3: loss and gradients of any plan equal those of the plain model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinipipe.model import split_layers
+from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.verify import FAMILIES, Case, WorkerError, WorkerPool, random_plan, run_in_pool, run_locally
+
+LENGTHS = [1, 2, 3, 17, 41, 89, 137]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4) as workers:
+        yield workers
+
+
+def draw(rng: random.Random, family: str, num_stages: int, *, num_replicas: int = 1, seed: int = 0) -> Case:
+    lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 5))]
+    layers = split_layers(4, num_stages)
+    plan = random_plan(rng, lengths, layers, recompute=rng.choice(["none", "all", "random"]), num_replicas=num_replicas)
+    return Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5]))
+
+
+@given(st.integers(0, 100_000), st.sampled_from(sorted(FAMILIES)), st.integers(1, 4), st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_any_plan_is_exact_in_one_process(seed: int, family: str, num_stages: int, num_replicas: int) -> None:
+    torch.set_num_threads(1)
+    outcome = run_locally(draw(random.Random(seed), family, num_stages, num_replicas=num_replicas, seed=seed))
+    assert outcome.gradient_error < 1e-9
+    assert outcome.loss_difference < 1e-9
+
+
+def test_random_plans_are_exact_on_processes(pool: WorkerPool) -> None:
+    torch.set_num_threads(1)
+    features: Counter[str] = Counter()
+    rng = random.Random(7)
+    for number in range(20):
+        case = draw(rng, sorted(FAMILIES)[number % 5], 1 + number % 4, seed=number)
+        outcome = run_in_pool(pool, case)
+        assert outcome.gradient_error < 1e-9, case
+        assert outcome.loss_difference < 1e-9, case
+        features.update(outcome.features)
+    assert {"tied embeddings", "several pipelines", "sliding window across slices"} <= features.keys()
+
+
+def test_float32_is_close(pool: WorkerPool) -> None:
+    rng = random.Random(3)
+    for number, family in enumerate(sorted(FAMILIES)):
+        plan = random_plan(rng, [137, 41, 5], split_layers(4, 2))
+        outcome = run_in_pool(pool, Case(FAMILIES[family](), plan, dtype="float32", seed=number))
+        assert outcome.gradient_error < 1e-4
+
+
+def test_bfloat16_learns_in_float32() -> None:
+    """Compute in bfloat16, accumulation in float32: near the float64 gradients, as near as one chunk alone."""
+    case = Case(FAMILIES["llama"](), random_plan(random.Random(5), [137, 89, 41], (2, 2)), dtype="bfloat16")
+    assert run_locally(case).gradient_error < 0.3
+
+
+def test_uneven_stages_and_a_stage_without_layers(pool: WorkerPool) -> None:
+    for layers in ((1, 3), (0, 4), (3, 0, 1), (4, 0)):
+        case = Case(FAMILIES["gemma3"](), random_plan(random.Random(1), [41, 89, 3], layers))
+        assert run_in_pool(pool, case).gradient_error < 1e-9
+
+
+def test_fewer_chunks_than_stages(pool: WorkerPool) -> None:
+    lengths = (33,)
+    for chunks in ([Chunk(whole(lengths, [0]))], [Chunk((piece,)) for piece in cut(0, 33, [11])]):
+        replica = build_replica([Pipeline(tuple(chunks))], 4, recompute=[[1] * len(chunks)] * 4)
+        case = Case(FAMILIES["qwen2"](), Plan((1, 1, 1, 1), lengths, (replica,)))
+        assert run_in_pool(pool, case).gradient_error < 1e-9
+
+
+def test_a_batch_without_any_label_contributes_zero() -> None:
+    plan = random_plan(random.Random(2), [17, 41], (2, 2))
+    case = Case(FAMILIES["llama"](), plan)
+
+    outcome = run_locally(replace(case, masked=1.0, plan=Plan((2, 2), (1, 1), (_ones(),))))
+    assert outcome.gradient_error == 0.0
+    assert outcome.loss_difference == 0.0
+
+
+def _ones() -> object:
+    return build_replica([Pipeline((Chunk(whole((1, 1), [0, 1])),))], 2)
+
+
+def _fail(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("planted")
+
+
+def test_a_failing_worker_is_reported() -> None:
+    with WorkerPool(2) as workers, pytest.raises(WorkerError, match="planted"):
+        workers.run(_fail)

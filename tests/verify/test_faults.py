@@ -1,0 +1,127 @@
+"""Faults planted on purpose are caught: the exactness check can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinipipe.model import IGNORE, ChunkContext, KVStore, split_layers
+from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.runtime import Batch, Executor
+from infinipipe.runtime import executor as executor_module
+from infinipipe.verify import FAMILIES, Case, run_locally
+
+LENGTHS = (96, 20, 9)
+
+
+def make_case() -> Case:
+    """Three equal slices, every layer recomputed, the last one beside whole sequences."""
+    first, second, third = cut(0, 96, [32, 64])
+    chunks = (Chunk((first,)), Chunk((second,)), Chunk((third, *whole(LENGTHS, [1, 2]))))
+    layers = split_layers(4, 2)
+    replica = build_replica([Pipeline(chunks)], 2, recompute=[[n] * 3 for n in layers])
+    return Case(FAMILIES["llama"](), Plan(layers, LENGTHS, (replica,)), seed=3)
+
+
+class AppendingStore(KVStore):
+    """Keeps keys and values as a growing list, to which a recompute appends again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lists: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    def write(self, sequence: int, layer: int, length: int, start: int, key: Tensor, value: Tensor) -> None:
+        super().write(sequence, layer, length, start, key, value)
+        self._lists.setdefault((sequence, layer), []).append((key, value))
+
+    def read(self, sequence: int, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        pairs = self._lists[sequence, layer]
+        keys, values = (torch.cat(column)[start - stop :] for column in zip(*pairs, strict=True))
+        return keys, values
+
+
+class ForgetfulStore(KVStore):
+    """Drops what later slices leave for earlier ones."""
+
+    def settle(self, sequence: int, layer: int, start: int, reach: int, key_grad: Tensor, value_grad: Tensor) -> None:
+        super().settle(sequence, layer, start, reach, key_grad, value_grad)
+        entry = self._entries.get((sequence, layer))
+        if entry is not None and entry.key_grad is not None and entry.value_grad is not None:
+            entry.key_grad.zero_()
+            entry.value_grad.zero_()
+
+
+def append_on_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "KVStore", AppendingStore)
+
+
+def drop_gradients_of_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "KVStore", ForgetfulStore)
+
+
+def shift_labels_within_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Batch.chunk_labels
+
+    def shifted(batch: Batch, chunk: Chunk) -> Tensor:
+        labels = plain(batch, chunk)
+        if chunk.slices[0].is_attended_later:
+            labels[chunk.slices[0].num_tokens - 1] = IGNORE
+        return labels
+
+    monkeypatch.setattr(Batch, "chunk_labels", shifted)
+
+
+def take_the_mean_of_chunk_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = executor_module.block_loss
+
+    def normalised(hidden: Tensor, head: Any, labels: Tensor, *, scale: float, **kwargs: Any) -> Tensor:
+        count = int((labels != IGNORE).sum())
+        return plain(hidden, head, labels, scale=1.0 / (3 * max(1, count)), **kwargs)
+
+    monkeypatch.setattr(executor_module, "block_loss", normalised)
+
+
+def restart_positions_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def positions(context: ChunkContext, device: torch.device) -> Tensor:
+        ranges = [torch.arange(piece.num_tokens, device=device) for piece in context.chunk.slices]
+        return torch.cat(ranges).unsqueeze(0)
+
+    monkeypatch.setattr(ChunkContext, "positions", positions)
+
+
+def test_without_a_fault_the_case_is_exact() -> None:
+    outcome = run_locally(make_case())
+    assert outcome.gradient_error < 1e-9
+    assert outcome.loss_difference < 1e-9
+    assert {"equal slices recomputed", "recomputed hybrid chunk"} <= outcome.features
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        append_on_recompute,
+        drop_gradients_of_context,
+        shift_labels_within_slices,
+        take_the_mean_of_chunk_means,
+        restart_positions_in_slices,
+    ],
+)
+def test_a_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert run_locally(make_case()).gradient_error > 1e-3
+
+
+def test_recompute_does_not_change_the_forward_of_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appending on recompute leaves the loss right: only gradients can reveal it."""
+    append_on_recompute(monkeypatch)
+    assert run_locally(make_case()).loss_difference < 1e-9
+
+
+def test_prepare_sees_every_executor() -> None:
+    seen: list[Executor] = []
+    run_locally(make_case(), seen.append)
+    assert [executor.stage.index for executor in seen] == [0, 1]
