@@ -98,13 +98,17 @@ class _Departures:
     def _wait(self) -> None:
         while True:
             done, work, tensor = self._queue.get()
+            failure = None
             try:
                 work.wait()
             except Exception as error:
-                done.set_exception(error)
-            else:
+                failure = error
+            del work, tensor
+            if failure is None:
                 done.set_result(None)
-            del done, work, tensor
+            else:
+                done.set_exception(failure)
+            del done, failure
 
 
 class ProcessGroupTransport:
