@@ -228,7 +228,7 @@ def test_two_thousand_chunks_on_eight_stages_take_less_than_a_second() -> None:
     pipeline = Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(2000)))
     replica = build_replica([pipeline], 8)
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         before = time.process_time()
         simulate(replica, RoundCost((4,) * 8))
         seconds.append(time.process_time() - before)

@@ -10,16 +10,16 @@ pays for one pass over flat lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from infinipipe.plan import Action, ActionKind, ActionLists, Direction, PlanError, ReplicaPlan, check_deadlock
-from infinipipe.plan.communication import receives_input, sends_output
+from infinipipe.plan import ActionKind, ActionLists, PlanError, ReplicaPlan, check_deadlock
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -53,35 +53,22 @@ class Engine:
     def __init__(self, replica: ReplicaPlan) -> None:
         self.num_stages = replica.num_stages
         self.num_chunks = len(replica.chunks)
-        programs = [_Program.of(actions, stage, replica.num_stages) for stage, actions in enumerate(replica.actions)]
-        places = _evaluation_order(programs, replica.actions)
-        if places is None:
+        waits = _Waits.of(replica.actions)
+        order = None if waits is None else waits.evaluation_order()
+        if waits is None or order is None:
             check_deadlock(replica)
             raise PlanError("the action lists name a message that no neighbour sends or receives")
-        number = [np.zeros(len(actions) + 1, np.int64) for actions in replica.actions]
-        for i, (stage, position) in enumerate(places):
-            number[stage][position + 1] = i + 1
-        self._places = [numbers[1:] for numbers in number]
-        self._kind = np.array([_ROW[replica.actions[s][i].kind] for s, i in places], np.int64)
-        self._stage = np.array([stage for stage, _ in places], np.int64)
-        self._chunk = np.array([replica.actions[s][i].chunk for s, i in places], np.int64)
-        self._previous = [int(number[s][i]) for s, i in places]
-        self._source: list[int] = []
-        self._post: list[int] = []
-        self._before: list[int] = []
-        for stage, position in places:
-            needed = programs[stage].input_of[position]
-            if needed is None:
-                self._source.append(-1)
-                self._post.append(0)
-                self._before.append(0)
-                continue
-            direction, index = needed
-            sender = stage - 1 if direction == Direction.FORWARD else stage + 1
-            self._source.append(int(number[sender][programs[sender].sends[direction][index] + 1]))
-            self._post.append(int(number[stage][programs[stage].posted_at(direction, index)]))
-            uses = programs[stage].uses[direction]
-            self._before.append(int(number[stage][uses[index - 1] + 1]) if index else 0)
+        number = np.zeros(len(order) + 1, np.int64)
+        number[order] = np.arange(1, len(order) + 1)
+        self._places = [number[first:last] for first, last in itertools.pairwise(waits.base)]
+        self._kind = (~waits.is_forward[order]).astype(np.int64)
+        self._stage = np.repeat(np.arange(self.num_stages), np.diff(waits.base))[order]
+        self._chunk = waits.chunk[order]
+        self._previous: list[int] = number[waits.previous[order]].tolist()
+        self._post: list[int] = number[waits.post[order]].tolist()
+        self._before: list[int] = number[waits.before[order]].tolist()
+        source = waits.source[order]
+        self._source: list[int] = np.where(source < 0, -1, number[source]).tolist()
 
     def durations(self, forward: ArrayLike, backward: ArrayLike) -> list[float]:
         """Seconds of every action, in order of evaluation, from ``[stage][chunk]`` tables."""
@@ -158,69 +145,81 @@ def makespan(replica: ReplicaPlan, forward: ArrayLike, backward: ArrayLike, mess
     return Engine(replica).makespan(forward, backward, message)
 
 
-_ROW = {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1}
-
-
 @dataclass(frozen=True)
-class _Program:
-    """One stage's messages: what each action waits for, and positions of the actions that use and produce messages."""
+class _Waits:
+    """What every action waits for. Actions are numbered stage by stage, from ``base[stage]`` on; -1 is the step's start.
 
-    input_of: list[tuple[Direction, int] | None]
-    uses: dict[Direction, list[int]]
-    sends: dict[Direction, list[int]]
+    ``previous`` is the stage's action before, ``source`` the one that sends the input (-1: none is needed), ``post`` the one
+    after which the input's receive is posted, and ``before`` the one that waits for the message before it on the same link.
+    """
+
+    base: list[int]
+    is_forward: NDArray[np.bool_]
+    chunk: Integers
+    previous: Integers
+    source: Integers
+    post: Integers
+    before: Integers
 
     @classmethod
-    def of(cls, actions: Sequence[Action], stage: int, num_stages: int) -> _Program:
-        program = cls([], {d: [] for d in Direction}, {d: [] for d in Direction})
-        for position, action in enumerate(actions):
-            needed = receives_input(action, stage, num_stages)
-            if needed is None:
-                program.input_of.append(None)
-            else:
-                program.input_of.append((needed, len(program.uses[needed])))
-                program.uses[needed].append(position)
-            sent = sends_output(action, stage, num_stages)
-            if sent is not None:
-                program.sends[sent].append(position)
-        return program
+    def of(cls, lists: ActionLists) -> _Waits | None:
+        """The waits of action lists; ``None`` if messages between two stages do not pair up in order."""
+        flat = [action for actions in lists for action in actions]
+        base = [0, *itertools.accumulate(len(actions) for actions in lists)]
+        is_forward = np.fromiter((action.kind is ActionKind.FORWARD for action in flat), np.bool_, len(flat))
+        chunk = np.fromiter((action.chunk for action in flat), np.int64, len(flat))
+        previous = np.arange(-1, len(flat) - 1)
+        for first, last in itertools.pairwise(base):
+            if first < last:
+                previous[first] = -1
+        source, post, before = np.full((3, len(flat)), -1)
+        waits = cls(base, is_forward, chunk, previous, source, post, before)
+        pairs = [(stage, stage + 1) for stage in range(len(lists) - 1)]
+        if all(waits.link(a, b, forward=True) and waits.link(b, a, forward=False) for a, b in pairs):
+            return waits
+        return None
 
-    def posted_at(self, direction: Direction, index: int) -> int:
-        """How many of the stage's actions end before the receive number ``index`` of ``direction`` is posted.
+    def of_kind(self, stage: int, *, forward: bool) -> Integers:
+        """Numbers of a stage's forwards, or backwards, in order."""
+        first, last = self.base[stage], self.base[stage + 1]
+        return first + np.flatnonzero(self.is_forward[first:last] == forward)
+
+    def link(self, sender: int, receiver: int, *, forward: bool) -> bool:
+        """Fill in the messages of one direction between two stages; ``False`` if they do not pair up in order.
 
         The first receive is posted one action ahead of its use, every other one when the stage comes to the use before.
         """
-        uses = self.uses[direction]
-        return uses[index - 1] if index else max(uses[0] - 1, 0)
+        sends, uses = self.of_kind(sender, forward=forward), self.of_kind(receiver, forward=forward)
+        if not np.array_equal(self.chunk[sends], self.chunk[uses]):
+            return False
+        if len(uses):
+            self.source[uses] = sends
+            self.before[uses[1:]] = uses[:-1]
+            self.post[uses[1:]] = self.previous[uses[:-1]]
+            ahead = self.previous[uses[0]]
+            self.post[uses[0]] = self.previous[ahead] if ahead >= 0 else -1
+        return True
 
-
-def _evaluation_order(programs: Sequence[_Program], actions: ActionLists) -> list[tuple[int, int]] | None:
-    """(stage, position) of all actions, each after those it waits for; ``None`` if they deadlock or messages cross."""
-    for stage, program in enumerate(programs[:-1]):
-        below = programs[stage + 1]
-        for sender, receiver, direction in (
-            (stage, stage + 1, Direction.FORWARD),
-            (stage + 1, stage, Direction.BACKWARD),
-        ):
-            source, target = (program, below) if direction == Direction.FORWARD else (below, program)
-            sent = [actions[sender][i].chunk for i in source.sends[direction]]
-            if sent != [actions[receiver][i].chunk for i in target.uses[direction]]:
-                return None
-    order: list[tuple[int, int]] = []
-    reached = [0] * len(programs)
-    ready = list(range(len(programs)))
-    while ready:
-        stage = ready.pop()
-        position, program = reached[stage], programs[stage]
-        while position < len(program.input_of):
-            needed = program.input_of[position]
-            if needed is not None:
-                direction, index = needed
-                sender = stage - 1 if direction == Direction.FORWARD else stage + 1
-                if programs[sender].sends[direction][index] >= reached[sender]:
+    def evaluation_order(self) -> Integers | None:
+        """All actions, each after those it waits for; ``None`` if they deadlock."""
+        num_stages = len(self.base) - 1
+        source, reached, last = self.source.tolist(), self.base[:-1], self.base[1:]
+        runs: list[Integers] = []
+        ready = list(range(num_stages))
+        while ready:
+            stage = ready.pop()
+            start = position = reached[stage]
+            above = reached[stage - 1] if stage > 0 else 0
+            below = reached[stage + 1] if stage + 1 < num_stages else 0
+            first = self.base[stage]
+            while position < last[stage]:
+                sender = source[position]
+                if sender >= 0 and sender >= (above if sender < first else below):
                     break
-            order.append((stage, position))
-            position += 1
-        if position > reached[stage]:
-            reached[stage] = position
-            ready += [other for other in (stage - 1, stage + 1) if 0 <= other < len(programs)]
-    return order if len(order) == sum(map(len, actions)) else None
+                position += 1
+            if position > start:
+                runs.append(np.arange(start, position))
+                reached[stage] = position
+                ready += [other for other in (stage - 1, stage + 1) if 0 <= other < num_stages]
+        order = np.concatenate(runs) if runs else np.zeros(0, np.int64)
+        return order if len(order) == len(self.chunk) else None

@@ -41,7 +41,7 @@ def _paint(canvas: ImageDraw.ImageDraw, shape: Shape, scale: float) -> None:
             canvas.polygon([(x * scale, y * scale) for x, y in points], fill=fill)
         case Label(x, y, text, color, size, anchor, bold):
             font = _font(round(size * scale))
-            stroke = round(0.035 * size * scale) if bold else 0
+            stroke = max(round(0.012 * size * scale), 1) if bold else 0
             canvas.text(
                 (x * scale, y * scale), text, fill=color, font=font, anchor=ANCHORS[anchor], stroke_width=stroke
             )

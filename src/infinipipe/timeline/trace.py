@@ -78,5 +78,6 @@ def _arrows(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     for number, message in enumerate(timeline.messages):
         common = {"name": f"{message.direction} message", "cat": "message", "id": f"{process}.{number}", "pid": process}
         sender, receiver = at[message.source][message.action], at[message.target][message.action]
-        yield common | {"ph": "s", "tid": message.source, "ts": (sender.start + sender.end) / 2 * MICROSECONDS}
+        computing = (sender.start + sender.recompute + sender.end) / 2
+        yield common | {"ph": "s", "tid": message.source, "ts": computing * MICROSECONDS}
         yield common | {"ph": "f", "bp": "e", "tid": message.target, "ts": receiver.start * MICROSECONDS}
