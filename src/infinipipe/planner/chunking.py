@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from infinipipe.plan import Chunk, Slice, cut
 
 
@@ -82,26 +84,30 @@ def pack(
     the cheapest of *those*. (Loosening to the cheapest of all buckets, as Algorithm 1 is printed, need never end.)
     """
     buckets = list(buckets)
+    most = len(buckets) + len(sequences)
+    seconds, tokens = np.full(most, np.inf), np.full(most, np.iinfo(np.int64).max // 2)
+    count = len(buckets)
+    seconds[:count] = [bucket.seconds for bucket in buckets]
+    tokens[:count] = [bucket.tokens for bucket in buckets]
+    density = seconds / tokens
     for sequence in sorted(sequences, key=lambda i: (-lengths[i], i)):
         length = lengths[sequence]
-        seconds = time(0, length)
-        best = cheapest = None
-        best_density = cheapest_seconds = math.inf
-        for bucket in buckets:
-            if bucket.tokens + length > target_tokens:
-                continue
-            if bucket.seconds < cheapest_seconds:
-                cheapest, cheapest_seconds = bucket, bucket.seconds
-            density = bucket.seconds / bucket.tokens
-            if density < best_density and bucket.seconds + seconds <= target_seconds:
-                best, best_density = bucket, density
-        if best is None and cheapest is not None:
-            best = cheapest
-            target_seconds = max(target_seconds, best.seconds + seconds)
-        if best is None:
-            best = Bucket()
-            buckets.append(best)
-        best.add(sequence, length, seconds)
+        own = time(0, length)
+        roomy = tokens[:count] <= target_tokens - length
+        fitting = roomy & (seconds[:count] <= target_seconds - own)
+        if fitting.any():
+            place = int(np.where(fitting, density[:count], np.inf).argmin())
+        elif roomy.any():
+            place = int(np.where(roomy, seconds[:count], np.inf).argmin())
+            target_seconds = float(seconds[place]) + own
+        else:
+            place, count = count, count + 1
+            buckets.append(Bucket())
+            seconds[place], tokens[place] = 0.0, 0
+        buckets[place].add(sequence, length, own)
+        seconds[place] += own
+        tokens[place] += length
+        density[place] = seconds[place] / tokens[place]
     return buckets
 
 

@@ -70,6 +70,7 @@ class ElasticSearch:
         self.problem = problem
         self.stages = len(problem.cost.stage_layers)
         self._seconds: dict[Choice, float] = {}
+        self._chunks: dict[tuple[float, Style, float], tuple[Chunk, ...] | None] = {}
 
     def run(self) -> Found:
         """Descend over slices, then over everything else from the best, then over slices again."""
@@ -123,7 +124,7 @@ class ElasticSearch:
     def try_choice(self, choice: Choice) -> float:
         """Simulated seconds of a choice; infinite if it does not fit."""
         if choice not in self._seconds:
-            chunks = self.chunks(choice)
+            chunks = self.chunks(choice.slices, choice.style, choice.ramp)
             name, per_stage = choice.schedule
             found = None
             if chunks is not None:
@@ -132,13 +133,19 @@ class ElasticSearch:
             self._seconds[choice] = math.inf if found is None else found.seconds
         return self._seconds[choice]
 
-    def chunks(self, choice: Choice) -> tuple[Chunk, ...] | None:
+    def chunks(self, slices: float, style: Style, ramp: float) -> tuple[Chunk, ...] | None:
         """The chunks of a choice in order; ``None`` if a slice would exceed the token capacity."""
+        key = (slices, style, ramp)
+        if key not in self._chunks:
+            self._chunks[key] = self._make_chunks(slices, style, ramp)
+        return self._chunks[key]
+
+    def _make_chunks(self, slices: float, style: Style, ramp: float) -> tuple[Chunk, ...] | None:
         problem, time = self.problem, self.problem.time
-        target = time(0, problem.longest) / choice.slices
+        target = time(0, problem.longest) / slices
         balanced = min(problem.capacity, max(1, round(time.reach(target))))
-        limit = problem.capacity if choice.style == "dense" else balanced
-        length = round(choice.ramp * self.stages)
+        limit = problem.capacity if style == "dense" else balanced
+        length = round(ramp * self.stages)
         targets = [target * (i + 1) / (length + 1) for i in range(length)]
         shorts = [i for i in problem.sequences if time(0, problem.lengths[i]) <= target]
         rising, left = ramp_chunks(problem.lengths, shorts, targets, time, token_limit=limit)
@@ -147,11 +154,9 @@ class ElasticSearch:
         rest = [i for i in problem.sequences if i in kept or time(0, problem.lengths[i]) > target]
         if not rest:
             return (*rising, *reversed(falling))
-        if choice.style == "mesh" and choice.slices >= 1:
+        if style == "mesh" and slices >= 1:
             try:
-                middle = balanced_chunking(
-                    problem.lengths, rest, int(choice.slices), time, token_capacity=problem.capacity
-                )
+                middle = balanced_chunking(problem.lengths, rest, int(slices), time, token_capacity=problem.capacity)
             except TokenOverflowError:
                 return None
         else:
