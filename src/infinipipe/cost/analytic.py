@@ -53,16 +53,18 @@ class MemoryUse:
         layer_kv: keys and values that a kept layer saves for tokens of whole sequences (cut ones use the store).
         layer_input: what a recomputed layer holds: its input.
         chunk: held per stage whatever is recomputed (rotary tables and the like).
-        head: held on the last stage beside that: the gradient of the hidden states.
+        head: held on the last stage beside that: what the last norm saves and the gradient of the hidden states.
         kv: a layer's keys and values in the store of a cut sequence.
         dkv: their gradients.
         message: hidden states of one token.
         forward_kept, forward_recomputed: the most that the forward of one layer needs beyond what it leaves.
-        backward: the most that the backward of a layer's MLP needs beyond the layer's activations.
+        layer_shared: of a layer's activations, those that are its input itself.
+        backward: the most that the backward of a layer's MLP needs beyond the layer's activations and its gradient.
+        backward_weight: what it needs beside its largest weight gradient, before that is added up.
         backward_attention: the same for its attention, when the MLP's activations are gone.
         backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
         head_block: bytes of one token block of head and loss on the last stage.
-        weight_gradient: bytes of a stage's largest weight gradient before it is added up.
+        weight_gradient: bytes of that weight gradient.
     """
 
     layer: float
@@ -75,7 +77,9 @@ class MemoryUse:
     head: float = 0.0
     forward_kept: float = 0.0
     forward_recomputed: float = 0.0
+    layer_shared: float = 0.0
     backward: float = 0.0
+    backward_weight: float = 0.0
     backward_attention: float = 0.0
     backward_context: float = 0.0
     head_block: float = 0.0
@@ -169,13 +173,20 @@ class AnalyticCost:
         """Bytes that a backward needs while it runs.
 
         Kept layers are behind recomputed ones and are freed before the first of those is computed again, so only a stage
-        without a kept layer needs a layer's activations beyond what is held.
+        without a kept layer needs a layer's activations beyond what is held. The gradient of the stage's output is a
+        message; on the last stage, it takes the place of what the head held.
         """
-        use = self.memory
-        attention = work.tokens * use.backward_attention + work.reach * use.backward_context
-        need = larger(work.tokens * use.backward, attention) * (1 / self.sequence_parallel) + use.weight_gradient
+        use, share = self.memory, 1 / self.sequence_parallel
+        mlp = larger(
+            work.tokens * (use.backward * share), work.tokens * (use.backward_weight * share) + use.weight_gradient
+        )
+        need = larger(mlp, (work.tokens * use.backward_attention + work.reach * use.backward_context) * share)
         if all_recomputed and self.stage_layers[stage] > 0:
-            need = need + self.layer_activation(work)
+            need = need + self.layer_activation(work) - work.tokens * (use.layer_shared * share)
+        if stage == self.num_stages - 1:
+            need = work.tokens * (use.message * share) + larger(
+                need - work.tokens * (use.head * share), work.tokens * 0.0
+            )
         return need
 
     def forward_seconds(self, chunk: Chunk, stage: int) -> float:
