@@ -3,17 +3,21 @@
 from infinipipe.planner.chunking import Chunking, SequenceTime, balanced_chunking
 from infinipipe.planner.memory import BudgetError, check, replica_peaks
 from infinipipe.planner.replicas import split_by_time
+from infinipipe.planner.service import PlannerService, ServiceReport
 from infinipipe.planner.settings import PlannerSettings
-from infinipipe.planner.step import PLANNERS, plan_step
+from infinipipe.planner.step import PLANNERS, plan_replica, plan_step
 
 __all__ = [
     "PLANNERS",
     "BudgetError",
     "Chunking",
+    "PlannerService",
     "PlannerSettings",
     "SequenceTime",
+    "ServiceReport",
     "balanced_chunking",
     "check",
+    "plan_replica",
     "plan_step",
     "replica_peaks",
     "split_by_time",

@@ -33,6 +33,10 @@ class BudgetError(PlanError):
         self.budget = budget
         self.stage = stage
         self.advice = advice
+        self.where = where
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, int, str, str]]:
+        return type(self), (self.required, self.budget, self.stage, self.advice, self.where)
 
 
 def readable_bytes(count: float) -> str:
