@@ -35,6 +35,7 @@ from infinipipe.train.optimizer import build_optimizer, learning_rate
 from infinipipe.train.place import Place
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
+from infinipipe.verify import self_check
 
 
 class DivergedError(ValueError):
@@ -50,7 +51,9 @@ def train(settings: Settings, place: Place, *, settings_text: str) -> None:
     console = Console(quiet=not job.is_first)
     corpus = _open_corpus(job, settings, console)
     vocab_size = job.on_first(lambda: len(_of_first(corpus).tokenizer))
-    trainer = Trainer(job, settings, model_config(settings.model, vocab_size))
+    config = job.everywhere(lambda: model_config(settings.model, vocab_size))
+    job.on_first(lambda: self_check(config))
+    trainer = Trainer(job, settings, config)
     output = Path(settings.train.output)
     if corpus is None:
         trainer.run(None, console, None)

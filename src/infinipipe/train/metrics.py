@@ -79,12 +79,12 @@ class StepRecord:
 
 
 class MetricsWriter:
-    """Writes to ``metrics.jsonl`` and ``tensorboard/`` in ``folder``, which an earlier run there must not share."""
+    """Writes ``metrics.jsonl`` and ``tensorboard/`` in ``folder``; those of an earlier run there are replaced or hidden."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("w")
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=0)
 
     def __enter__(self) -> MetricsWriter:
         return self
