@@ -110,7 +110,9 @@ def test_without_a_fault_the_case_is_exact() -> None:
         restart_positions_in_slices,
     ],
 )
-def test_a_planted_fault_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     assert run_locally(make_case()).gradient_error > 1e-3
 

@@ -65,8 +65,6 @@ def gradient_norm(stage: Stage, parameters: Parameters, groups: PipelineGroups) 
 def clip_gradients(stage: Stage, parameters: Parameters, groups: PipelineGroups, max_norm: float) -> float:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
     norm = gradient_norm(stage, parameters, groups)
-    if norm > max_norm:
-        for _, parameter in parameters.named():
-            assert parameter.grad is not None
-            parameter.grad.mul_(max_norm / norm)
+    masters = [parameter for _, parameter in parameters.named()]
+    torch.nn.utils.clip_grads_with_norm_(masters, max_norm, torch.tensor(norm, dtype=torch.float64))
     return norm

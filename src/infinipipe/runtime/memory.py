@@ -45,7 +45,7 @@ class MemoryMeter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         before = self.current
-        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._live]
+        fresh = [t for t in _tensors(result) if not t.is_meta and t.untyped_storage()._cdata not in self._live]
         if fresh:
             given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
             for tensor in fresh:

@@ -80,7 +80,7 @@ def pair_groups(pipelines: Sequence[Sequence[int]]) -> PairGroups:
 
 
 class _Departures:
-    """Holds tensors that are being sent, in their order, each until it has left and no longer.
+    """Holds tensors that are being sent from the CPU, in their order, each until it has left and no longer.
 
     Gloo's sends are completed only when someone waits for them, so a thread does.
     """
@@ -123,6 +123,7 @@ class ProcessGroupTransport:
         self._groups = groups
         self._departures = {direction: _Departures() for direction in Direction}
         self._sends: deque[Future[None]] = deque()
+        self._polled: deque[tuple[dist.Work, Tensor]] = deque()
 
     def _neighbour(self, direction: Direction, *, sending: bool) -> tuple[int, dist.ProcessGroup]:
         step = 1 if (direction == Direction.FORWARD) == sending else -1
@@ -143,9 +144,16 @@ class ProcessGroupTransport:
         target, group = self._neighbour(direction, sending=True)
         work = dist.isend(tensor, dst=target, group=group)
         assert work is not None
-        self._sends.append(self._departures[direction].hold(work, tensor))
+        if tensor.is_cuda:
+            self._polled.append((work, tensor))
+            while self._polled and self._polled[0][0].is_completed():
+                self._polled.popleft()
+        else:
+            self._sends.append(self._departures[direction].hold(work, tensor))
 
     def finish(self) -> None:
+        while self._polled:
+            self._polled.popleft()[0].wait()
         while self._sends:
             self._sends.popleft().result()
 
