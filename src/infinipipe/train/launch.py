@@ -97,6 +97,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _loopback() -> str:
+    """The interface that all workers of one machine share, whatever its name resolution says."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
 def _start(command: Sequence[str], rank: int, num_workers: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
@@ -107,6 +112,7 @@ def _start(command: Sequence[str], rank: int, num_workers: int, port: int, logs:
         REPORTS: str(logs),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     with (logs / f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(
             command,
