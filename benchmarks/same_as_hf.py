@@ -18,21 +18,27 @@ from infinipipe.cli.train import read_settings
 from infinipipe.train.reference import plain_losses
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "stdlib.toml"
-QUICK = ["--data.max_length", "2048"]
+QUICK = [
+    *("--data.files", '["{stdlib}/asyncio/*.py", "{stdlib}/email/*.py"]'),
+    *("--data.max_length", "2048", "--plan.token_capacity", "512", "--data.sequences_per_step", "3"),
+]
 LIMIT = 1e-4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps and short sequences, under 50 seconds")
-    parser.add_argument("--steps", type=int, help="steps to compare; 20, or 5 if quick")
+    parser.add_argument("--steps", type=int, help="steps to compare; 20, or 3 if quick")
     parser.add_argument("--config", type=Path, default=EXAMPLE)
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="settings as for infinipipe train")
     options = parser.parse_args()
-    num_steps = options.steps or (5 if options.quick else 20)
+    num_steps = options.steps or (3 if options.quick else 20)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [str(options.config), *(QUICK if options.quick else []), *options.overrides]
-        arguments += ["--train.output", folder, "--train.stop_after", str(num_steps), "--train.evaluate_sequences", "1"]
+        arguments = [str(options.config), "--train.output", folder, "--train.stop_after", str(num_steps)]
+        arguments += ["--train.evaluate_sequences", "1"]
+        if options.quick:
+            arguments += [*QUICK, "--data.cache", f"{folder}/cache"]
+        arguments += options.overrides
         start = time.perf_counter()
         code = subprocess.run(
             [sys.executable, "-m", "infinipipe.cli.main", "train", *arguments], check=False
@@ -41,10 +47,10 @@ def main() -> int:
             return code
         seconds = time.perf_counter() - start
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        start = time.perf_counter()
+        expected = plain_losses(read_settings(arguments)[0], num_steps)
     steps = [record for record in records if record["kind"] == "step"]
     losses = [record["loss"] for record in steps]
-    start = time.perf_counter()
-    expected = plain_losses(read_settings(arguments)[0], num_steps)
     difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     result = {
         "steps": num_steps,

@@ -21,6 +21,7 @@ def plain_losses(settings: Settings, num_steps: int) -> list[float]:
 
     Starts from the same weights. Optimizer, schedule and clipping are torch's own.
     """
+    torch.set_num_threads(settings.parallel.threads)
     corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
     batches: Iterator[Batch] = global_batches(corpus.train, settings)
     config = model_config(settings.model, len(corpus.tokenizer))
