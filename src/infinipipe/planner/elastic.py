@@ -14,6 +14,7 @@ from typing import Literal
 
 from infinipipe.plan import Chunk
 from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
+from infinipipe.planner.memory import BudgetError
 from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.schedules import lead
 from infinipipe.planner.search import Found, Replica, descend
@@ -91,16 +92,22 @@ class ElasticSearch:
                 if self.try_choice(choice) < self._seconds[best]:
                     best = choice
             improved = best != start
-        plan_paper(problem)
-        return problem.result()
+        return self.with_paper()
+
+    def with_paper(self) -> Found:
+        """The best of this search and ``elastic-paper``, which has limits of its own. Raises ``BudgetError``."""
+        try:
+            self.problem.accept(plan_paper(self.problem.afresh()))
+        except BudgetError as error:
+            self.problem.reject(error)
+        return self.problem.result()
 
     def leanest(self, numbers: list[float]) -> Found:
         """Nothing fits yet: run no stage ahead, cut as finely as allowed, and then as the published method does."""
         for number in reversed(numbers):
             for schedule in (("lookahead", 1.0), ("lookahead", 0.0)):
                 self.try_choice(Choice(number, "mesh", 0.0, schedule))
-        plan_paper(self.problem)
-        return self.problem.result()
+        return self.with_paper()
 
     def slice_numbers(self) -> list[float]:
         """Time targets to try, coarsest first."""

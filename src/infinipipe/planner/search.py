@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -71,6 +72,11 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.time: SequenceTime = sequence_time(self.cost, self.longest)
+
+    def afresh(self) -> Replica:
+        """The same problem without a plan yet and with all its tries; time runs on and chunkings are shared."""
+        limits = Limits(self.limits.end, self.settings.work_limit)
+        return dataclasses.replace(self, limits=limits, best=None, _nearest=None)
 
     @property
     def longest(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan
@@ -48,11 +50,14 @@ def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostMod
     return PLANNERS[settings.planner](Replica(lengths, sequences, cost, settings, Limits.of(settings)))
 
 
-def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings | None = None) -> Plan:
+def plan_step(
+    lengths: Sequence[int], cost: CostModel, settings: PlannerSettings | None = None, *, processes: int = 1
+) -> Plan:
     """Plan one optimizer step over sequences of ``lengths`` tokens.
 
-    The plan is valid and within the memory budget. Its metadata holds the planner's name, its predicted seconds and
-    peak bytes per replica and stage. Raises ``PlanError`` for unusable input, ``BudgetError`` if nothing fits.
+    The plan is valid and within the memory budget. Its metadata holds the planner's name, and for every replica its predicted
+    seconds, the gap of its recompute to the solver's bound and, with a budget, the peak bytes of its stages. Replicas are planned
+    one by one, or in several ``processes``. Raises ``PlanError`` for unusable input, ``BudgetError`` if nothing fits.
     """
     settings = settings or PlannerSettings()
     if not lengths:
@@ -61,29 +66,37 @@ def plan_step(lengths: Sequence[int], cost: CostModel, settings: PlannerSettings
         raise PlanError(f"a sequence has {min(lengths)} tokens; every sequence must have at least 1")
     began = time.perf_counter()
     parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
-    replicas: list[ReplicaPlan] = []
-    seconds: list[float] = []
-    for index, part in enumerate(parts):
-        if not part:
-            replicas.append(_idle(len(cost.stage_layers)))
-            seconds.append(0.0)
-            continue
-        try:
-            found = plan_replica(lengths, part, cost, settings)
-        except BudgetError as error:
-            where = f"replica {index} " if len(parts) > 1 else ""
-            raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None
-        replicas.append(found.replica)
-        seconds.append(found.seconds)
-    plan = Plan(tuple(cost.stage_layers), tuple(lengths), tuple(replicas))
+    jobs = [(index, lengths, part, cost, settings) for index, part in enumerate(parts)]
+    if processes > 1 and len(jobs) > 1:
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            planned = list(pool.map(_plan_part, jobs))
+    else:
+        planned = [_plan_part(job) for job in jobs]
+    plan = Plan(tuple(cost.stage_layers), tuple(lengths), tuple(replica for replica, _, _ in planned))
     peaks = check(plan, cost, settings.memory_budget) if settings.memory_budget is not None else None
     metadata = {
         "planner": settings.planner,
-        "predicted_seconds": seconds,
+        "predicted_seconds": [seconds for _, seconds, _ in planned],
+        "solver_gaps": [gap for _, _, gap in planned],
         "predicted_peak_bytes": peaks,
         "planning_seconds": time.perf_counter() - began,
     }
     return Plan(plan.stage_layers, plan.lengths, plan.replicas, metadata)
+
+
+def _plan_part(
+    job: tuple[int, Sequence[int], Sequence[int], CostModel, PlannerSettings],
+) -> tuple[ReplicaPlan, float, float | None]:
+    """One replica's plan, seconds and solver gap. Raises ``BudgetError`` naming the replica."""
+    index, lengths, part, cost, settings = job
+    if not part:
+        return _idle(len(cost.stage_layers)), 0.0, None
+    try:
+        found = plan_replica(lengths, part, cost, settings)
+    except BudgetError as error:
+        where = f"replica {index} " if settings.replicas > 1 else ""
+        raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None
+    return found.replica, found.seconds, None if found.solution is None else found.solution.gap
 
 
 def _idle(num_stages: int) -> ReplicaPlan:
