@@ -37,7 +37,7 @@ class Outcome:
         bubble, recompute, fixed: idle time, recompute, and fixed cost of chunks beyond the ideal's.
         chunks: their number.
         gap: of the recompute solver against its bound.
-        planning_seconds: what planning took.
+        planning_seconds: processor seconds that planning took.
         problem: why there is no plan; all figures are NaN then.
     """
 
@@ -65,17 +65,17 @@ def compare(
     ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
     outcomes = []
     for name in planners:
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             if name in UNPIPED:
                 seconds = UNPIPED[name](Cluster(cost, ALL_TO_ALL, settings.memory_budget), lengths)
-                outcomes.append(Outcome(name, seconds, seconds / ideal, planning_seconds=time.perf_counter() - began))
+                outcomes.append(Outcome(name, seconds, seconds / ideal, planning_seconds=time.process_time() - began))
                 continue
             found = plan_replica(lengths, range(len(lengths)), cost, dataclasses.replace(settings, planner=name))
         except PlanError as error:
             outcomes.append(Outcome(name, problem=str(error)))
             continue
-        outcomes.append(_outcome(name, found, cost, ideal, lengths, time.perf_counter() - began))
+        outcomes.append(_outcome(name, found, cost, ideal, lengths, time.process_time() - began))
     return outcomes
 
 

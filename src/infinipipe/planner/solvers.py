@@ -22,6 +22,13 @@ class SolverError(RuntimeError):
     """The linear or integer program could not be solved."""
 
 
+class _QuietHighs(highspy.Highs):
+    """A solver without callbacks: enabling them prints a banner that no option turns off."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802
+        pass
+
+
 def _model(problem: RecomputeProblem, *, integer: bool) -> highspy.Highs:
     rows, count = problem.rows, problem.num_variables
     scale = rows.values.max()
@@ -37,7 +44,7 @@ def _model(problem: RecomputeProblem, *, integer: bool) -> highspy.Highs:
     lp.a_matrix_.value_ = rows.values / scale
     if integer:
         lp.integrality_ = [highspy.HighsVarType.kInteger] * count
-    highs = highspy.Highs()
+    highs = _QuietHighs()
     highs.silent()
     highs.setOptionValue("threads", 1)
     highs.passModel(lp)
