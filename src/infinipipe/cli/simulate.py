@@ -56,8 +56,8 @@ def run(arguments: Sequence[str]) -> int:
     plan = load(options.plan)
     plan.validate()
     budget = None if options.memory_budget is None else int(options.memory_budget * GIB)
-    simulations = simulate_plan(plan, _cost(options, plan), budget=budget)
-    shown = _choose(simulations, options.replica)
+    simulations = simulate_plan(plan, named_cost(options.cost, plan, options.sequence_parallel), budget=budget)
+    shown = choose_replica(simulations, options.replica)
     if options.output is not None:
         save(simulations[shown].timeline, options.output)
     console = Console(highlight=False)
@@ -70,13 +70,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _cost(options: SimulateOptions, plan: Plan) -> AnalyticCost:
-    if Path(options.cost).suffix or Path(options.cost).exists():
-        return load_cost(options.cost)
-    return preset(options.cost, plan.stage_layers, sequence_parallel=options.sequence_parallel)
+def named_cost(name: str, plan: Plan, sequence_parallel: int) -> AnalyticCost:
+    """The cost file of that name, or the preset over the plan's stages. Raises ``CostError``."""
+    if Path(name).suffix or Path(name).exists():
+        return load_cost(name)
+    return preset(name, plan.stage_layers, sequence_parallel=sequence_parallel)
 
 
-def _choose(simulations: Sequence[Simulation], replica: int | None) -> int:
+def choose_replica(simulations: Sequence[Simulation], replica: int | None) -> int:
+    """``replica`` if it is given, else the slowest. Raises ``SettingError`` if there is no such replica."""
     if replica is None:
         return max(range(len(simulations)), key=lambda index: simulations[index].makespan)
     if not 0 <= replica < len(simulations):

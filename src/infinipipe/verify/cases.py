@@ -103,16 +103,17 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
     batch = make_batch(case)
     parts, loss = [], 0.0
     for replica in case.plan.replicas:
-        executors = []
-        for index, transport in enumerate(connect(case.plan.num_stages)):
-            stage = make_stage(case, index)
+        executors, stages = [], [make_stage(case, index) for index in range(case.plan.num_stages)]
+        for stage, transport in zip(stages, connect(case.plan.num_stages), strict=True):
             executors.append(Executor(stage, transport, Parameters(stage), loss_block_tokens=case.loss_block_tokens))
             if prepare is not None:
                 prepare(executors[-1])
         with precision(case):
             results = step_locally(executors, replica, batch)
         loss += sum(result.loss_sum for result in results)
-        parts += [stage_gradients(executor.stage, executor.parameters) for executor in executors]
+        parts += [
+            stage_gradients(stage, executor.parameters) for stage, executor in zip(stages, executors, strict=True)
+        ]
     return compare(case, loss / max(1, batch.num_supervised), merge(parts))
 
 

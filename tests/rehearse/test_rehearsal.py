@@ -1,0 +1,101 @@
+"""Rehearsals: real processes and messages, modelled times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinipipe.cli.main import main
+from infinipipe.cost import AnalyticCost, MemoryUse, PassTime
+from infinipipe.cost.files import save_cost
+from infinipipe.plan import Backward, Chunk, Forward, Pipeline, Plan, PlanError, ReplicaPlan, build_replica, save, whole
+from infinipipe.rehearse import MAX_STAGES, rehearse
+from infinipipe.settings import SettingError
+from infinipipe.timeline import load
+from infinipipe.verify import WorkerPool, random_plan
+
+STAGES = 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(STAGES) as workers:
+        yield workers
+
+
+def make_cost(stages: int = STAGES, *, chunk: float = 0.0, token: float = 0.0) -> AnalyticCost:
+    time = PassTime(pair=0.0, token=token, stage=chunk)
+    memory = MemoryUse(layer=1, layer_kv=1, layer_input=1, kv=1, dkv=1, message=1)
+    return AnalyticCost(stage_layers=(2,) * stages, forward=time, backward=time, memory=memory, states=(0,) * stages)
+
+
+def test_measured_is_close_to_modelled(pool: WorkerPool) -> None:
+    lengths = [100] * 6
+    chunks = tuple(Chunk(whole(lengths, [i])) for i in range(6))
+    rows = [[1] * 6] * STAGES
+    replica = build_replica([Pipeline(chunks)], STAGES, recompute=rows)
+    rehearsal = rehearse(replica, lengths, make_cost(chunk=0.03, token=1e-4), pool=pool)
+    forward, backward = 0.03 + 2 * 100 * 1e-4, 0.03 + 3 * 100 * 1e-4
+    assert rehearsal.shortest_action == pytest.approx(forward)
+    assert rehearsal.modelled_seconds == pytest.approx((6 + STAGES - 1) * (forward + backward))
+    assert 1.0 <= rehearsal.overhead < 1.25
+    assert all(
+        span.seconds >= (forward if span.action.kind == "F" else backward) for span in rehearsal.timeline.spans[1]
+    )
+
+
+def test_speed_divides_the_waiting(pool: WorkerPool) -> None:
+    lengths = [5, 5]
+    replica = build_replica([Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(2)))], STAGES)
+    rehearsal = rehearse(replica, lengths, make_cost(chunk=1.0), speed=100, pool=pool)
+    assert rehearsal.modelled_seconds == pytest.approx(5 * 2 * 0.01)
+
+
+def test_random_plans_come_to_an_end(pool: WorkerPool) -> None:
+    rng = random.Random(5)
+    for _ in range(5):
+        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 8))]
+        plan = random_plan(rng, lengths, (2,) * STAGES)
+        rehearsal = rehearse(plan.replicas[0], lengths, make_cost(), pool=pool)
+        done = [[span.action for span in row] for row in rehearsal.timeline.spans]
+        assert done == [list(row) for row in plan.replicas[0].actions]
+
+
+def test_a_deadlock_ends_with_an_error() -> None:
+    chunks = tuple(Chunk(whole([3, 3], [i])) for i in range(2))
+    actions = (
+        (Forward(0), Backward(0), Forward(1), Backward(1)),
+        (Forward(0), Forward(1), Backward(0), Backward(1)),
+    )
+    replica = ReplicaPlan((Pipeline(chunks),), actions, ((0, 0), (0, 0)))
+    cost = make_cost(2)
+    with pytest.raises(PlanError, match="deadlock"):
+        rehearse(replica, [3, 3], cost)
+
+
+def test_refusals_name_the_limit(pool: WorkerPool) -> None:
+    replica = build_replica([Pipeline((Chunk(whole([3], [0])),))], STAGES)
+    with pytest.raises(SettingError, match="speed must be above 0"):
+        rehearse(replica, [3], make_cost(), speed=0, pool=pool)
+    with pytest.raises(PlanError, match="4 stages, but the cost model describes 3"):
+        rehearse(replica, [3], make_cost(3), pool=pool)
+    many = build_replica([Pipeline((Chunk(whole([3], [0])),))], MAX_STAGES + 1)
+    with pytest.raises(SettingError, match=f"at most {MAX_STAGES}"):
+        rehearse(many, [3], make_cost(MAX_STAGES + 1))
+
+
+def test_the_command_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = (40, 20)
+    replica = build_replica([Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(2)))], 2)
+    save(Plan((2, 2), lengths, (replica,)), tmp_path / "plan.json")
+    save_cost(make_cost(2, chunk=0.02), tmp_path / "cost.json")
+    output = tmp_path / "rehearsed.json"
+    paths = [str(tmp_path / "plan.json"), str(tmp_path / "cost.json")]
+    assert main(["rehearse", *paths, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "8 actions on 2 stages came to an end" in shown
+    assert "modelled 120" in shown
+    assert load(output).makespan >= 0.12
