@@ -28,7 +28,7 @@ data:
   cache: "{folder}/cache"
   held_out: 0.2
   sequences_per_step: 4
-plan: {{token_capacity: 128, chunk_seconds: 0, recompute: 1}}
+plan: {{planner: elastic-paper, num_slices: 4, recompute: 1}}
 parallel: {{stages: 2}}
 optimizer: {{learning_rate: 0.01, warmup_steps: 2}}
 train: {{output: "{folder}/run", steps: 6, evaluate_every: 4}}
