@@ -16,7 +16,7 @@ from infinipipe.cost.work import FloatArray
 from infinipipe.model import IGNORE
 from infinipipe.plan import PlanError, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
-from infinipipe.runtime import Batch, Event, Executor, Parameters, ProcessGroupTransport, pair_groups
+from infinipipe.runtime import Batch, Event, Executor, Parameters, ProcessGroupTransport, Recorder, pair_groups
 from infinipipe.runtime.transport import PairGroups
 from infinipipe.settings import SettingError, require_above
 from infinipipe.simulate import Engine
@@ -122,4 +122,6 @@ def _run_stage(rank: int, replica: ReplicaPlan, lengths: tuple[int, ...], waits:
     zero, unsupervised = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)
     batch = Batch([zero.expand(length) for length in lengths], [unsupervised.expand(length) for length in lengths])
     dist.barrier(group=everyone)
-    return executor.step(replica, batch, record=True).events
+    recorder = Recorder(stage.device)
+    executor.step(replica, batch, recorder=recorder)
+    return recorder.events()

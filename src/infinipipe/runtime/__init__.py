@@ -1,14 +1,16 @@
 """Executes plans on ``torch.distributed``: actions, messages, gradients."""
 
 from infinipipe.runtime.batch import Batch
-from infinipipe.runtime.executor import Event, Executor, StepResult
+from infinipipe.runtime.executor import Executor, StepResult
 from infinipipe.runtime.gradients import PipelineGroups, clip_gradients, gradient_norm, sync_tied_gradients
 from infinipipe.runtime.local import step_locally
 from infinipipe.runtime.memory import MemoryMeter
 from infinipipe.runtime.parameters import Parameters
+from infinipipe.runtime.recorder import AllocatorMeter, Event, Recorder
 from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect, pair_groups
 
 __all__ = [
+    "AllocatorMeter",
     "Batch",
     "Event",
     "Executor",
@@ -17,6 +19,7 @@ __all__ = [
     "Parameters",
     "PipelineGroups",
     "ProcessGroupTransport",
+    "Recorder",
     "StepResult",
     "Transport",
     "clip_gradients",
