@@ -16,6 +16,7 @@ from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError, IntArray
 from infinipipe.planner.recompute import RecomputeSolution
 from infinipipe.planner.settings import PlannerSettings
+from infinipipe.planner.solvers import close_gap
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,26 @@ class Replica:
             self._nearest = error
 
     def result(self) -> Found:
-        """The best plan. Raises ``BudgetError`` with the least memory that any draft needed if none fitted."""
+        """The best plan, its recompute improved. Raises ``BudgetError`` with the least memory that any draft needed."""
         if self.best is None:
             assert self._nearest is not None, "a search considers at least one draft"
             raise self._nearest
+        self._close_gap(self.best)
         return self.best
+
+    def _close_gap(self, found: Found) -> None:
+        """Try the integer program on a plan whose recompute may be far from the best."""
+        budget = self.settings.memory_budget
+        if found.solution is None or budget is None:
+            return
+        problem = found.draft.problem(budget)
+        solution = close_gap(problem, found.solution)
+        recompute = problem.layers(solution.values)
+        seconds = found.draft.makespan(recompute)
+        if seconds <= found.seconds:
+            self.best = Found(found.draft, recompute, seconds, solution)
+        else:
+            self.best = dataclasses.replace(found, solution=dataclasses.replace(found.solution, bound=solution.bound))
 
 
 Scale = TypeVar("Scale", int, float)

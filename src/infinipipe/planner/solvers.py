@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import highspy
 import numpy as np
 
 from infinipipe.cost.work import FloatArray
 from infinipipe.planner.memory import IntArray
-from infinipipe.planner.recompute import TOLERANCE, RecomputeProblem, RecomputeSolution
+from infinipipe.planner.recompute import TOLERANCE, RecomputeProblem, RecomputeSolution, Rows
 
 LARGE = 60_000
 """Entries of a problem from which an interior-point method beats the simplex method."""
 
 GOOD_GAP = 0.01
 """Gap below which no further rounding is tried."""
+POOR_GAP = 0.02
+"""Gap above which the integer program is tried on the final plan."""
+TREE_NODES = 60
+"""Nodes of its search tree."""
 UPWARD = (0.0, 0.15, 0.3, 0.45)
 """What roundings add before rounding down."""
 
@@ -52,21 +58,40 @@ def _model(problem: RecomputeProblem, *, integer: bool) -> highspy.Highs:
 
 
 def solve_relaxation(problem: RecomputeProblem) -> tuple[float, FloatArray]:
-    """A certified lower bound and a solution of the linear relaxation.
+    """A certified lower bound of whole-numbered solutions, and a solution of the linear relaxation.
 
     Raises ``SolverError`` if even recomputing everything leaves a window short.
     """
     if not problem.rows.num_rows:
         return 0.0, np.zeros(problem.num_variables)
-    highs = _model(problem, integer=False)
-    if len(problem.rows.values) > LARGE:
+    large = len(problem.rows.values) > LARGE
+    relaxed = problem if large else with_whole_units(problem)
+    highs = _model(relaxed, integer=False)
+    if large:
         highs.setOptionValue("solver", "ipm")
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         raise SolverError(f"the linear relaxation is {highs.modelStatusToString(highs.getModelStatus())}")
     solution = highs.getSolution()
-    prices = np.array(solution.row_dual) * float(problem.weight.mean()) / float(problem.rows.values.max())
-    return certified_bound(problem, prices), np.clip(np.array(solution.col_value), 0.0, problem.upper)
+    prices = np.array(solution.row_dual) * float(relaxed.weight.mean()) / float(relaxed.rows.values.max())
+    return certified_bound(relaxed, prices), np.clip(np.array(solution.col_value), 0.0, problem.upper)
+
+
+def with_whole_units(problem: RecomputeProblem) -> RecomputeProblem:
+    """The problem with a second row for every window: how many whole units it takes at least, whichever they are.
+
+    No unit frees more than the window's largest, so ``ceil(demand / largest)`` units are needed: a Chvatal-Gomory cut.
+    """
+    rows = problem.rows
+    largest = np.maximum.reduceat(rows.values, rows.indptr[:-1])
+    units = np.ceil((rows.demand - TOLERANCE) / largest - 1e-9)
+    both = Rows(
+        indptr=np.concatenate((rows.indptr, rows.indptr[1:] + rows.indptr[-1])),
+        columns=np.tile(rows.columns, 2),
+        values=np.concatenate((rows.values, np.repeat(largest, np.diff(rows.indptr)))),
+        demand=np.concatenate((rows.demand, units * largest)),
+    )
+    return dataclasses.replace(problem, rows=both)
 
 
 def certified_bound(problem: RecomputeProblem, prices: FloatArray) -> float:
@@ -83,13 +108,20 @@ def certified_bound(problem: RecomputeProblem, prices: FloatArray) -> float:
     return max(bound, 0.0)
 
 
-def solve_exactly(problem: RecomputeProblem, *, gap: float = 0.0, time_limit: float = 60.0) -> RecomputeSolution:
-    """The integer program, to a relative ``gap``. Raises ``SolverError`` if nothing is found in ``time_limit`` seconds."""
+def solve_exactly(
+    problem: RecomputeProblem, *, gap: float = 0.0, time_limit: float = 60.0, nodes: int | None = None
+) -> RecomputeSolution:
+    """The integer program, to a relative ``gap``, within ``time_limit`` seconds and ``nodes`` of the search tree.
+
+    Raises ``SolverError`` if nothing is found.
+    """
     if not problem.rows.num_rows:
         return RecomputeSolution(np.zeros(problem.num_variables, np.int64), 0.0, 0.0)
     highs = _model(problem, integer=True)
     highs.setOptionValue("mip_rel_gap", gap)
     highs.setOptionValue("time_limit", time_limit)
+    if nodes is not None:
+        highs.setOptionValue("mip_max_nodes", nodes)
     highs.run()
     info = highs.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
@@ -134,6 +166,24 @@ def solve(problem: RecomputeProblem, *, roundings: int = 12) -> RecomputeSolutio
             break
     assert best is not None
     return best
+
+
+def close_gap(problem: RecomputeProblem, solution: RecomputeSolution) -> RecomputeSolution:
+    """Run the integer program for a while on a solution whose gap is above ``POOR_GAP``; the better of both, and their bounds.
+
+    Where few layers are recomputed, one layer is a large gap, and the relaxation cannot tell that it is needed; the program can.
+    """
+    if solution.gap <= POOR_GAP or len(problem.rows.values) > LARGE:
+        return solution
+    try:
+        exact = solve_exactly(problem, gap=GOOD_GAP, nodes=TREE_NODES)
+    except SolverError:
+        return solution
+    bound = max(solution.bound, exact.bound)
+    if (problem.weight == 1.0).all():
+        bound = float(np.ceil(bound - 1e-6 * max(1.0, bound)))
+    best = min((solution, exact), key=lambda found: found.objective)
+    return RecomputeSolution(best.values, best.objective, bound)
 
 
 class _Repair:
