@@ -32,7 +32,6 @@ class _BlockLoss(torch.autograd.Function):
         block_tokens: int,
         gradient_of: GradientOf | None,
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if gradient_of is not None else None
         for first in range(0, hidden.shape[0], block_tokens):
@@ -40,20 +39,11 @@ class _BlockLoss(torch.autograd.Function):
             supervised = (labels[block] != IGNORE).nonzero().squeeze(1)
             if supervised.numel() == 0:
                 continue
-            rows = hidden[block][supervised]
-            targets = labels[block][supervised].unsqueeze(1)
-            logits = nn.functional.linear(rows, weight, bias).to(wide)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            loss += (log_sum - logits.gather(1, targets)).sum(dtype=torch.float64)
-            if gradient_of is None or hidden_grad is None:
-                continue
-            logits_grad = logits.sub_(log_sum).exp_()
-            logits_grad.scatter_add_(1, targets, logits_grad.new_full(targets.shape, -1.0))
-            narrow = logits_grad.mul_(scale).to(hidden.dtype)
-            hidden_grad[block][supervised] = narrow @ weight
-            _add_product(gradient_of(weight), narrow.T, rows)
-            if bias is not None:
-                gradient_of(bias).add_(narrow.sum(0))
+            rows, targets = hidden[block][supervised], labels[block][supervised].unsqueeze(1)
+            rows_loss, rows_grad = _rows_loss(rows, weight, bias, targets, scale, gradient_of)
+            loss += rows_loss
+            if hidden_grad is not None and rows_grad is not None:
+                hidden_grad[block][supervised] = rows_grad
         ctx.save_for_backward(hidden_grad)
         return loss
 
@@ -61,6 +51,32 @@ class _BlockLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
         return hidden_grad, None, None, None, None, None, None
+
+
+def _rows_loss(
+    rows: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    targets: Tensor,
+    scale: float,
+    gradient_of: GradientOf | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Loss of supervised rows, and the gradient of the rows; logits, probabilities and their gradient are one buffer."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    logits = nn.functional.linear(rows, weight, bias).to(wide)
+    logits.sub_(logits.amax(1, keepdim=True))
+    chosen = logits.gather(1, targets)
+    total = logits.exp_().sum(1, keepdim=True)
+    loss = (total.log() - chosen).sum(dtype=torch.float64)
+    if gradient_of is None:
+        return loss, None
+    logits.div_(total).scatter_add_(1, targets, logits.new_full(targets.shape, -1.0))
+    gradient = logits.mul_(scale).to(rows.dtype)
+    del logits
+    _add_product(gradient_of(weight), gradient.T, rows)
+    if bias is not None:
+        gradient_of(bias).add_(gradient.sum(0))
+    return loss, gradient @ weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
