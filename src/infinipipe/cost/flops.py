@@ -21,7 +21,7 @@ def memory_use(shape: ModelShape, *, element_bytes: int, block_tokens: int = 102
 
     A norm saves a float32 copy of its input, the normalised input and its output; attention its queries, output and
     a float32 log-sum-exp a head; a gated MLP gate, activation, up-projection and their product. Head and loss run in
-    blocks of ``block_tokens`` tokens, of which logits, their float32 probabilities and the gradient live at once.
+    blocks of ``block_tokens`` tokens, of which the float32 logits live, and beside them a narrower copy of them.
     """
     e, hidden, inner = element_bytes, shape.hidden, shape.intermediate
     norms = shape.norms * (hidden * (FLOAT32_BYTES + 2 * e) + FLOAT32_BYTES)
@@ -47,8 +47,8 @@ def memory_use(shape: ModelShape, *, element_bytes: int, block_tokens: int = 102
         backward=2 * inner * e,
         backward_weight=inner * e,
         backward_attention=(3 * shape.query_width + 2 * hidden) * e - freed_before_attention,
-        backward_context=kv * e,
-        head_block=block_tokens * shape.vocab * (FLOAT32_BYTES + 2 * e),
+        backward_context=kv * (e + max(e, FLOAT32_BYTES)),
+        head_block=block_tokens * shape.vocab * (e if e >= FLOAT32_BYTES else FLOAT32_BYTES + e),
         weight_gradient=hidden * inner * e,
     )
 

@@ -8,7 +8,9 @@ the last ``w`` of those.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -55,6 +57,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+_WINDOW_BLOCK = 128
+"""Queries of a block under a window; within 512 keys, the backward kernel computes a causal part like a full one."""
+
+
 def _heads_first(x: Tensor) -> Tensor:
     """(tokens, heads, size) as (1, heads, tokens, size)."""
     return x.transpose(0, 1).unsqueeze(0)
@@ -65,28 +71,64 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
-@lru_cache(maxsize=16)
-def _band_mask(num_queries: int, num_keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask of a block of queries that are the last of ``num_keys`` keys: causal and within ``window``."""
-    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None]
-    mask = torch.zeros(num_queries, num_keys, dtype=dtype)
-    return mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A kernel call: the first ``queries`` of a block with the keys ``[first_key, end_key)`` of the segment.
+
+    Either every query attends to all of them, or query ``r`` to the first ``r + 1`` (``causal``), or, ``reverse``, to all but
+    the first ``r``.
+    """
+
+    queries: int
+    first_key: int
+    end_key: int
+    causal: bool = False
+    reverse: bool = False
 
 
-def _window_blocks(num_queries: int, num_keys: int, window: int) -> Iterator[tuple[int, int, int, int]]:
-    """Blocks ``(first query, end of queries, first key, end of keys)`` in which a window is a narrow band."""
-    block = max(16, min(256, window // 2))
+def _blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[int, list[_Part]]]:
+    """Blocks of a segment's queries: the first query of each, and the parts that make up its attention exactly.
+
+    Queries that the window does not limit form one block: own tokens causally, and all of the context. Others form blocks
+    of at most ``window``: own tokens causally, keys that are within the window of all, and those that leave it one by one.
+    """
     offset = num_keys - num_queries
-    for first in range(0, num_queries, block):
-        end = min(first + block, num_queries)
-        yield first, end, max(0, offset + first - window + 1), offset + end
+    free = num_queries if window is None or num_keys <= window else max(0, window - 1 - offset)
+    if free:
+        context = [_Part(free, 0, offset)] if offset else []
+        yield 0, [_Part(free, offset, offset + free, causal=True), *context]
+    if free == num_queries or window is None:
+        return
+    block = min(window, _WINDOW_BLOCK)
+    for first in range(free, num_queries, block):
+        size, own = min(block, num_queries - first), offset + first
+        parts = [_Part(size, own, own + size, causal=True)]
+        if size < window:
+            parts.append(_Part(size, own - window + size, own))
+        if size > 1:
+            parts.append(_Part(size - 1, own - window + 1, own - window + size, causal=True, reverse=True))
+        yield first, parts
+
+
+def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Add the attention to further keys to that of the first queries, in place."""
+    rows = other.shape[2]
+    out, lse = out[:, :, :rows], lse[:, :, :rows]
+    total = torch.logaddexp(lse, other_lse)
+    weight = (lse - total).exp_().unsqueeze(-1)
+    other_weight = (other_lse - total).exp_().unsqueeze(-1)
+    if out.dtype == lse.dtype:
+        out.mul_(weight).addcmul_(other, other_weight)
+    else:
+        out.copy_((out * weight).addcmul_(other, other_weight))
+    lse.copy_(total)
 
 
 class CpuAttention:
     """PyTorch's CPU flash kernel.
 
-    A segment with context is two calls, the context without a mask and the own tokens causally, merged by their
-    log-sum-exp: the kernel's causal flag aligns queries and keys at their beginnings. A window is a row of blocks.
+    A segment is cut so that every call has all of its keys or is causal from its first key on, which is the only causal
+    form that the kernel knows; no mask is built and nothing computed in vain. Results merge by their log-sum-exp.
     """
 
     def forward(
@@ -103,10 +145,7 @@ class CpuAttention:
         segments = []
         for q_part, k_part, v_part in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
             qh, kh, vh = _heads_first(q_part), _heads_first(k_part), _heads_first(v_part)
-            if window is not None and kh.shape[2] > window:
-                segments.append(self._forward_window(qh, kh, vh, scale, window))
-            else:
-                segments.append(self._forward_causal(qh, kh, vh, scale))
+            segments.append(self._forward_segment(qh, kh, vh, scale, window))
         if len(segments) == 1:
             out, lse = segments[0]
             return _tokens_first(out), lse[0]
@@ -142,10 +181,7 @@ class CpuAttention:
         for g_part, q_part, k_part, v_part, o_part, l_part in parts:
             qh, kh, vh = _heads_first(q_part), _heads_first(k_part), _heads_first(v_part)
             gh, oh, lh = _heads_first(g_part), _heads_first(o_part), l_part.unsqueeze(0)
-            if window is not None and kh.shape[2] > window:
-                segment = self._backward_window(gh, qh, kh, vh, oh, lh, scale, window)
-            else:
-                segment = self._backward_causal(gh, qh, kh, vh, oh, lh, scale)
+            segment = self._backward_segment(gh, qh, kh, vh, oh, lh, scale, window)
             gradients.append(tuple(_tokens_first(x) for x in segment))
         if len(gradients) == 1:
             dq, dk, dv = gradients[0]
@@ -154,56 +190,50 @@ class CpuAttention:
         return dq, dk, dv
 
     @staticmethod
-    def _forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        context = k.shape[2] - q.shape[2]
-        out, lse = _flash(q, k[:, :, context:], v[:, :, context:], 0.0, True, scale=scale)
-        if context == 0:
-            return out, lse
-        far, far_lse = _flash(q, k[:, :, :context], v[:, :, :context], 0.0, False, scale=scale)
-        total = torch.logaddexp(lse, far_lse)
-        near_weight = (lse - total).exp_().unsqueeze(-1)
-        far_weight = (far_lse - total).exp_().unsqueeze(-1)
-        if out.dtype == lse.dtype:
-            return out.mul_(near_weight).addcmul_(far, far_weight), total
-        return (out * near_weight).addcmul_(far, far_weight).to(out.dtype), total
-
-    @staticmethod
-    def _backward_causal(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        context = k.shape[2] - q.shape[2]
-        dq, dk, dv = _flash_backward(grad, q, k[:, :, context:], v[:, :, context:], out, lse, 0.0, True, scale=scale)
-        if context == 0:
-            return dq, dk, dv
-        far_dq, far_dk, far_dv = _flash_backward(
-            grad, q, k[:, :, :context], v[:, :, :context], out, lse, 0.0, False, scale=scale
-        )
-        return dq.add_(far_dq), torch.cat([far_dk, dk], dim=2), torch.cat([far_dv, dv], dim=2)
-
-    @staticmethod
-    def _forward_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    def _forward_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for a, b, c, d in _window_blocks(q.shape[2], k.shape[2], window):
-            mask = _band_mask(b - a, d - c, window, q.dtype)
-            out, lse = _flash(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], 0.0, False, attn_mask=mask, scale=scale)
+        for first, parts in _blocks(q.shape[2], k.shape[2], window):
+            results = []
+            for part in parts:
+                rows, keys = slice(first, first + part.queries), slice(part.first_key, part.end_key)
+                operands = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+                if part.reverse:
+                    out, lse = _flash(*(x.flip(2) for x in operands), 0.0, True, scale=scale)
+                    results.append((out.flip(2), lse.flip(2)))
+                else:
+                    results.append(_flash(*operands, 0.0, part.causal, scale=scale))
+            (out, lse), *others = results
+            for other, other_lse in others:
+                _merge(out, lse, other, other_lse)
             outs.append(out.transpose(1, 2))
             lses.append(lse)
+        if len(outs) == 1:
+            return outs[0].transpose(1, 2), lses[0]
         return torch.cat(outs, dim=1).transpose(1, 2), torch.cat(lses, dim=2)
 
     @staticmethod
-    def _backward_window(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int
+    def _backward_segment(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[2] == k.shape[2] and (window is None or k.shape[2] <= window):
+            dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+            return dq, dk, dv
         wide = torch.promote_types(k.dtype, torch.float32)
-        dqs, dk, dv = [], torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for a, b, c, d in _window_blocks(q.shape[2], k.shape[2], window):
-            mask = _band_mask(b - a, d - c, window, q.dtype)
-            block = (grad[:, :, a:b], q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], out[:, :, a:b], lse[:, :, a:b])
-            dq_block, dk_block, dv_block = _flash_backward(*block, 0.0, False, attn_mask=mask, scale=scale)
-            dqs.append(dq_block)
-            dk[:, :, c:d] += dk_block
-            dv[:, :, c:d] += dv_block
-        return torch.cat(dqs, dim=2), dk, dv
+        totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
+        for first, parts in _blocks(q.shape[2], k.shape[2], window):
+            for part in parts:
+                rows, keys = slice(first, first + part.queries), slice(part.first_key, part.end_key)
+                operands = [
+                    x[:, :, where]
+                    for x, where in zip((grad, q, k, v, out, lse), (rows, rows, keys, keys, rows, rows), strict=True)
+                ]
+                if part.reverse:
+                    operands = [x.flip(2) for x in operands]
+                gradients = _flash_backward(*operands, 0.0, part.causal, scale=scale)
+                for total, gradient, where in zip(totals, gradients, (rows, keys, keys), strict=True):
+                    total[:, :, where] += gradient.flip(2) if part.reverse else gradient
+        dq, dk, dv = totals
+        return dq.to(q.dtype), dk, dv
 
 
 class CudaAttention:
@@ -224,8 +254,8 @@ class CudaAttention:
             q,
             k,
             v,
-            _offsets(q_lens, q.device),
-            _offsets(k_lens, k.device),
+            _offsets(tuple(q_lens), q.device),
+            _offsets(tuple(k_lens), k.device),
             max(q_lens),
             max(k_lens),
             0.0,
@@ -252,20 +282,21 @@ class CudaAttention:
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(0, device=q.device)
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             q,
             k,
             v,
             out,
-            lse,
-            _offsets(q_lens, q.device),
-            _offsets(k_lens, k.device),
+            lse.contiguous(),
+            _offsets(tuple(q_lens), q.device),
+            _offsets(tuple(k_lens), k.device),
             max(q_lens),
             max(k_lens),
             0.0,
             True,
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            rng_state,
             unused,
             scale=scale,
             window_size_left=-1 if window is None else window - 1,
@@ -274,10 +305,10 @@ class CudaAttention:
         return dq, dk, dv
 
 
-def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Cumulative lengths from 0, int32, as the kernel wants them."""
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
+@lru_cache(maxsize=64)
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths from 0, int32, as the kernel wants them; the same for all layers of a chunk."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def get_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:

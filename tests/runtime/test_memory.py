@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.model import build_stage
+from infinipipe.plan import Chunk, Pipeline, build_replica, cut
+from infinipipe.planner.memory import replica_peaks
+from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, connect, step_locally
+
+KIB = 1024
+
+
+def test_counts_storages_from_allocation_to_release() -> None:
+    with MemoryMeter() as meter:
+        a = torch.zeros(256)
+        b = torch.empty(512)
+        assert meter.current == 3 * KIB
+        del a
+        assert meter.current == 2 * KIB
+        c = b + 1
+        assert meter.current == 4 * KIB
+        del b, c
+    assert (meter.current, meter.peak) == (0, 4 * KIB)
+
+
+def test_views_and_operators_in_place_allocate_nothing() -> None:
+    outside = torch.zeros(256)
+    with MemoryMeter() as meter:
+        view = outside.view(16, 16)[2:].transpose(0, 1)
+        outside.add_(1).mul_(2)
+        torch.add(outside, 1, out=outside)
+        outside.view(16, 16).detach().copy_(outside.view(16, 16))
+        assert meter.peak == 0
+        inside = torch.zeros(256)
+        half = inside[:128]
+        del inside
+        assert meter.current == KIB, "a view keeps its storage alive"
+        del half, view
+    assert meter.current == 0
+
+
+def test_what_exists_before_is_not_counted_when_it_goes() -> None:
+    before = torch.zeros(256)
+    with MemoryMeter() as meter:
+        alias = before[:1]
+        del before, alias
+        assert meter.current == 0
+
+
+def test_sees_what_autograd_saves_and_frees_in_backward() -> None:
+    x = torch.zeros(256, requires_grad=True)
+    with MemoryMeter() as meter:
+        y = x.exp().exp()
+        gc.collect()
+        assert meter.current == 2 * KIB, "the inner result is only held by the graph"
+        total = y.sum()
+        del y
+        total.backward()
+        assert meter.current == KIB + 4, "the gradient and the sum"
+        del total
+        x.grad = None
+        assert meter.current == 0
+
+
+def test_storages_may_be_freed_by_another_thread() -> None:
+    with MemoryMeter() as meter:
+        held = [torch.zeros(256) for _ in range(100)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        assert meter.current == 0
+        assert torch.zeros(1).numel() == 1
+    assert meter.peak == 100 * KIB
+
+
+def test_reset_peak_starts_from_what_is_live() -> None:
+    with MemoryMeter() as meter:
+        kept, dropped = torch.zeros(256), torch.zeros(1024)
+        del dropped
+        meter.reset_peak()
+        assert meter.peak == KIB
+        del kept
+
+
+CONFIG = LlamaConfig(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=192,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+)
+LENGTH, BLOCK = 512, 16
+
+
+def prepare(slices: int, recompute: int) -> tuple[Callable[[], None], int]:
+    """A step of one stage on one sequence, and the formula's peak of it."""
+    pieces = cut(0, LENGTH, [LENGTH * i // slices for i in range(1, slices)])
+    replica = build_replica([Pipeline(tuple(Chunk((p,)) for p in pieces))], 1, recompute=[[recompute] * slices])
+    cost = flop_cost(ModelShape.from_config(CONFIG.to_dict()), (2,), element_bytes=4, states=[0], block_tokens=BLOCK)
+    stage = build_stage(CONFIG, (2,), 0)
+    executor = Executor(stage, connect(1)[0], Parameters(stage), loss_block_tokens=BLOCK)
+    batch = Batch.from_tokens([torch.arange(LENGTH) % 128])
+
+    def step() -> None:
+        step_locally([executor], replica, batch)
+
+    step()
+    return step, replica_peaks(replica, cost)[0]
+
+
+def allocator_peak(step: Callable[[], None]) -> int:
+    """Peak of what the allocator hands out during a step, kernels' own buffers included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    live = peak = 0
+    assert profiler.profiler is not None
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.typed[0] == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.typed[1].alloc_size))
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+@pytest.mark.parametrize("slices", [1, 8])
+def test_the_formula_bounds_a_step_closely(slices: int, recompute: int) -> None:
+    step, formula = prepare(slices, recompute)
+    with MemoryMeter() as meter:
+        step()
+    assert meter.current == 0
+    assert 0.995 <= formula / meter.peak <= 1.06
+
+
+def test_a_step_agrees_with_the_allocator() -> None:
+    step, _ = prepare(slices=1, recompute=0)
+    with MemoryMeter() as meter:
+        step()
+    assert meter.peak <= allocator_peak(step) <= 1.05 * meter.peak
