@@ -1,8 +1,10 @@
 """Time and memory of chunks at stages; hardware and model descriptions. Imports no torch."""
 
 from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime, sequence_work
+from infinipipe.cost.files import load_cost, save_cost
 from infinipipe.cost.flops import flop_cost, memory_use, state_bytes
 from infinipipe.cost.interface import CostModel
+from infinipipe.cost.presets import preset, preset_names
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
 from infinipipe.cost.table import CostTable, tabulate
 
@@ -17,7 +19,11 @@ __all__ = [
     "PassTime",
     "even_stages",
     "flop_cost",
+    "load_cost",
     "memory_use",
+    "preset",
+    "preset_names",
+    "save_cost",
     "sequence_work",
     "state_bytes",
     "tabulate",

@@ -25,6 +25,10 @@ class PassTime:
         stage: a stage's, per chunk, whatever its layers.
         embedding_token: the first stage's, per token.
         head_token: the last stage's head and loss, per token.
+        context: a layer's, per unit of ``2 C s`` beyond ``pair``: negative where attention to the context, which needs no
+            mask, is faster than causal attention.
+        reach: a layer's, per token that the slice of a cut sequence attends to: moving keys, values and their gradients.
+        short: a layer's, per token that a chunk has less than ``full``, the tokens from which on a device works at its best.
     """
 
     pair: float
@@ -34,6 +38,10 @@ class PassTime:
     stage: float = 0.0
     embedding_token: float = 0.0
     head_token: float = 0.0
+    context: float = 0.0
+    reach: float = 0.0
+    short: float = 0.0
+    full: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,7 @@ class AnalyticCost:
     Attributes:
         stage_layers: decoder layers of every stage.
         forward, backward: time of the two passes.
+        recompute: what computing layers again in the backward adds; as the forward if not given.
         memory: bytes of activations.
         states: bytes of parameters, gradients and optimizer states of every stage on one device.
         message: the link between neighbouring stages.
@@ -109,6 +118,7 @@ class AnalyticCost:
     backward: PassTime
     memory: MemoryUse
     states: tuple[int, ...]
+    recompute: PassTime | None = None
     message: Link = field(default_factory=Link)
     sequence_parallel: int = 1
     all_to_all: Link = field(default_factory=Link)
@@ -132,9 +142,13 @@ class AnalyticCost:
 
     def layers_time(self, time: PassTime, work: Work[Number], layers: float) -> Number:
         """Seconds of one pass of ``layers`` layers, all-to-alls included (Eq. 1-4)."""
-        per_layer = (time.pair * work.pairs + time.token * work.tokens + time.slice * work.slices) * (
-            1 / self.sequence_parallel
-        ) + time.chunk
+        share = 1 / self.sequence_parallel
+        per_layer = (time.pair * work.pairs + time.token * work.tokens + time.slice * work.slices) * share + time.chunk
+        if time.context or time.reach:
+            crossed = 2 * work.partial * (work.reach - work.partial)
+            per_layer = per_layer + (time.context * crossed + time.reach * work.reach) * share
+        if time.short:
+            per_layer = per_layer + time.short * larger(time.full - work.tokens * share, work.tokens * 0.0)
         if self.sequence_parallel > 1:
             sent = self.all_to_all_bytes / self.sequence_parallel * self.all_to_all.seconds_per_byte
             per_layer = per_layer + sent * work.tokens + self.all_to_alls * self.all_to_all.latency
@@ -196,7 +210,7 @@ class AnalyticCost:
         return self.pass_time(self.backward, chunk_work(chunk), stage)
 
     def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
-        return self.layers_time(self.forward, chunk_work(chunk), layers)
+        return self.layers_time(self.recompute or self.forward, chunk_work(chunk), layers)
 
     def message_seconds(self, num_tokens: int) -> float:
         return self.message.latency + self.message_bytes(num_tokens) * self.message.seconds_per_byte
@@ -237,7 +251,7 @@ class AnalyticCost:
             stage_layers=self.stage_layers,
             forward=rows(lambda stage: self.pass_time(self.forward, work, stage)),
             backward=rows(lambda stage: self.pass_time(self.backward, work, stage)),
-            layer_recompute=rows(lambda stage: self.layers_time(self.forward, work, 1.0)),
+            layer_recompute=rows(lambda stage: self.layers_time(self.recompute or self.forward, work, 1.0)),
             message=self.message.latency
             + work.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
             activation=rows(lambda stage: self.activation(work, stage)),

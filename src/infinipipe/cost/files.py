@@ -15,6 +15,7 @@ VERSION = 1
 _PARTS: dict[str, type] = {
     "forward": PassTime,
     "backward": PassTime,
+    "recompute": PassTime,
     "memory": MemoryUse,
     "message": Link,
     "all_to_all": Link,

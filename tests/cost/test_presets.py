@@ -1,0 +1,64 @@
+"""Presets against the published calibration, and cost files."""
+
+from pathlib import Path
+
+import pytest
+
+from infinipipe.cost import CostError, load_cost, preset, preset_names, save_cost, sequence_work
+from infinipipe.cost.presets import CALIBRATIONS, MODELS
+
+
+def test_the_calibrated_model_has_the_published_coefficients() -> None:
+    cost = preset("7b-a100", 4, sequence_parallel=1)
+    length = 10_000
+    known = CALIBRATIONS["a100"]
+    expected = known.pair * length**2 + known.token * length
+    assert cost.work_seconds(sequence_work([length])) == pytest.approx(expected)
+    assert cost.chunk_seconds() == pytest.approx(0.629)
+    per_token = (cost.memory.layer + cost.memory.layer_kv) * 32
+    assert per_token == pytest.approx(4.71e6)
+
+
+def test_other_models_are_scaled_and_say_so() -> None:
+    for name in preset_names():
+        cost = preset(name, 8)
+        assert ("scaled" in cost.source) == (not name.startswith("7b"))
+    small, large = preset("7b-a100", 4), preset("13b-a100", 4)
+    ratio = large.forward.token * 40 / (small.forward.token * 32)
+    weights = MODELS["13b"].layer_weights * 40 / (MODELS["7b"].layer_weights * 32)
+    assert ratio == pytest.approx(weights)
+
+
+def test_cost_files_come_back_equal(tmp_path: Path) -> None:
+    cost = preset("30b-a100", (20, 20, 20))
+    path = tmp_path / "cost.json"
+    save_cost(cost, path)
+    assert load_cost(path) == cost
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cost.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (('"version": 1', '"version": 9'), "not of version 1"),
+        (('"pair"', '"pears"'), "unknown field 'pears'"),
+        (('"stage_layers": [', '"stage_layers": ["a",'), "stage_layers must be a list of whole numbers"),
+        (("{", "["), "not JSON"),
+    ],
+)
+def test_broken_cost_files_are_named(tmp_path: Path, change: tuple[str, str], problem: str) -> None:
+    path = tmp_path / "cost.json"
+    save_cost(preset("7b-a100", 2), path)
+    path.write_text(path.read_text().replace(*change, 1))
+    with pytest.raises(CostError, match=problem) as caught:
+        load_cost(path)
+    assert "cost.json" in str(caught.value)
+
+
+def test_unknown_presets_list_the_known_ones() -> None:
+    with pytest.raises(CostError, match="7b-a100"):
+        preset("8b-b200", 4)
+    with pytest.raises(CostError, match="32 layers"):
+        preset("7b-a100", (1, 2))
+    with pytest.raises(CostError, match="cannot read the cost file"):
+        load_cost("/nowhere/cost.json")

@@ -1,0 +1,145 @@
+"""All planners: valid plans within the budget, elastic at least as good as the published method, comparisons, limits."""
+
+import random
+
+import pytest
+
+from infinipipe.cost import AnalyticCost
+from infinipipe.cost.presets import preset
+from infinipipe.plan import Plan, PlanError, num_splits
+from infinipipe.planner import PLANNERS, BudgetError, PlannerSettings, check, plan_replica, plan_step, split_by_time
+from infinipipe.planner.chunking import SequenceTime
+from infinipipe.planner.compare import UNPIPED, compare, ideal_seconds
+from infinipipe.planner.draft import Draft
+from infinipipe.planner.schedules import lead
+from infinipipe.simulate import simulate_plan
+
+GB = 10**9
+
+
+def batch(seed: int, number: int, longest: int = 60_000) -> list[int]:
+    rng = random.Random(seed)
+    return [min(longest, 1 + int(rng.lognormvariate(7.0, 1.63))) for _ in range(number)]
+
+
+def cost_of(stages: int = 4, chunk_seconds: float | None = 0.02) -> AnalyticCost:
+    return preset("7b-a100", stages, chunk_seconds=chunk_seconds)
+
+
+def plan_or_none(lengths: list[int], cost: AnalyticCost, settings: PlannerSettings) -> Plan | None:
+    try:
+        return plan_step(lengths, cost, settings)
+    except BudgetError:
+        return None
+
+
+@pytest.mark.parametrize("planner", sorted(PLANNERS))
+def test_every_planner_makes_valid_plans_within_the_budget(planner: str) -> None:
+    cost = cost_of()
+    for seed, budget in ((0, None), (1, 72 * GB), (2, 20 * GB)):
+        wanted = PlannerSettings(planner=planner, memory_budget=budget, max_slices=8)
+        lengths = batch(seed, 24)
+        plan = plan_or_none(lengths, cost, wanted)
+        if plan is None:
+            assert budget is not None
+            assert planner != "elastic"
+            continue
+        plan.validate()
+        if budget is not None:
+            check(plan, cost, budget)
+        simulated = simulate_plan(plan, cost)[0].makespan
+        assert plan.metadata["predicted_seconds"][0] == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_elastic_is_never_slower_than_the_published_method(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = cost_of(rng.choice([2, 4]), rng.choice([0.0, 0.05]))
+    lengths = batch(seed, rng.randint(1, 40))
+    wanted = PlannerSettings(max_slices=8, memory_budget=rng.choice([None, 30 * GB, 16 * GB]))
+    seconds: dict[str, float] = {}
+    for name in ("elastic-paper", "elastic"):
+        try:
+            settings = PlannerSettings(planner=name, max_slices=8, memory_budget=wanted.memory_budget)
+            seconds[name] = plan_replica(lengths, range(len(lengths)), cost, settings).seconds
+        except BudgetError:
+            seconds[name] = float("inf")
+    assert seconds["elastic"] <= seconds["elastic-paper"]
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    lengths, wanted = batch(5, 40), PlannerSettings(memory_budget=25 * GB)
+    assert plan_step(lengths, cost_of(), wanted).hash == plan_step(lengths, cost_of(), wanted).hash
+
+
+def test_a_time_limit_still_gives_a_valid_plan() -> None:
+    plan = plan_step(batch(6, 60), cost_of(), PlannerSettings(time_limit=1e-6, memory_budget=40 * GB))
+    plan.validate()
+    check(plan, cost_of(), 40 * GB)
+
+
+def test_replicas_share_the_time_and_may_be_planned_in_processes() -> None:
+    lengths, cost = batch(7, 60), cost_of(2)
+    wanted = PlannerSettings(replicas=3, max_slices=4)
+    plan = plan_step(lengths, cost, wanted)
+    assert plan_step(lengths, cost, wanted, processes=2).hash == plan.hash
+    time = SequenceTime(1e-9, 1e-4)
+    parts = split_by_time(lengths, 3, time)
+    assert sorted(i for part in parts for i in part) == list(range(60))
+    loads = [sum(time(0, lengths[i]) for i in part) for part in parts]
+    assert max(loads) - min(loads) <= time(0, max(lengths))
+    lonely = plan_step([500], cost, wanted)
+    lonely.validate()
+    assert [len(replica.chunks) for replica in lonely.replicas] == [1, 0, 0]
+
+
+def test_budget_errors_name_the_replica() -> None:
+    with pytest.raises(BudgetError, match=r"replica 0 needs at least .* at stage \d"):
+        plan_step(batch(8, 20), cost_of(2), PlannerSettings(replicas=2, memory_budget=1 * GB))
+
+
+@pytest.mark.parametrize("schedule", ["window", "lookahead"])
+@pytest.mark.parametrize("per_stage", [0.0, 1.0, 2.5])
+def test_schedules_are_valid_and_the_lookahead_holds_less(schedule: str, per_stage: float) -> None:
+    cost, lengths = cost_of(4), batch(9, 60)
+    found = plan_replica(lengths, range(60), cost, PlannerSettings(planner="elastic-paper", num_slices=6))
+    chunks = found.draft.chunks
+    assert num_splits(chunks) == 6
+    draft = Draft((chunks,), cost, schedule, lead(4, per_stage))
+    if per_stage == 2.5 and schedule == "lookahead":
+        assert max(draft.peaks(draft.uniform(0))) < max(
+            (other := Draft((chunks,), cost, "window", lead(4, per_stage))).peaks(other.uniform(0))
+        )
+    wanted = PlannerSettings(schedule=schedule, num_slices=6)
+    plan_step(lengths, cost, wanted).validate()
+    assert draft.makespan() >= ideal_seconds(cost, lengths, sum(lengths))
+
+
+def test_running_ahead_hides_what_1f1b_shows() -> None:
+    """Unequal chunks stop all stages of 1F1B; two forwards of lead per stage absorb it."""
+    cost, lengths = cost_of(4, 0.0), batch(10, 200)
+    paper = plan_replica(lengths, range(200), cost, PlannerSettings(planner="elastic-paper", num_slices=12)).draft
+    ahead = Draft(paper.pipelines, cost, "window", lead(4, 2.0))
+    assert ahead.makespan() < paper.makespan()
+
+
+def test_comparison_covers_every_planner_and_ranks_by_one_ideal() -> None:
+    lengths, cost = batch(11, 30), cost_of()
+    outcomes = compare(lengths, cost, PlannerSettings(memory_budget=60 * GB, max_slices=4, token_capacity=60_000))
+    assert [outcome.planner for outcome in outcomes] == [*PLANNERS, *UNPIPED]
+    ideal = ideal_seconds(cost, lengths, 60_000)
+    for outcome in outcomes:
+        if outcome.problem:
+            continue
+        assert outcome.seconds >= ideal * (0.0 if outcome.planner in UNPIPED else 1.0)
+        assert outcome.over_ideal == pytest.approx(outcome.seconds / ideal)
+        if outcome.planner not in UNPIPED:
+            exchange = outcome.over_ideal - 1 - outcome.bubble - outcome.recompute - outcome.fixed
+            assert -1e-9 <= exchange < 0.2
+    seconds = {outcome.planner: outcome.seconds for outcome in outcomes}
+    assert seconds["flexsp"] <= seconds["ulysses-zero3"] * 1.05
+
+
+def test_packing_refuses_what_it_cannot_cut() -> None:
+    with pytest.raises(PlanError, match="cannot cut the longest sequence, 5000 tokens"):
+        plan_step([5000, 10], cost_of(), PlannerSettings(planner="packed-1f1b", token_capacity=1000))
