@@ -62,7 +62,7 @@ def slice_seconds(case: Case) -> Callable[[], float]:
     total = case.context + case.queries
     length = total if case.context else total + 1
     piece = Slice(0, case.context, total, length)
-    inputs = [x.requires_grad_() for x in _inputs(case, case.queries)]
+    q, k, v = (x.requires_grad_() for x in _inputs(case, case.queries))
     grad = torch.randn(1, case.queries, case.heads, case.head_dim)
     past = torch.randn(max(case.context, 1), case.kv_heads, case.head_dim)
     layer = _Layer()
@@ -76,8 +76,8 @@ def slice_seconds(case: Case) -> Callable[[], float]:
             store.settle(0, 0, total, total, past.clone(), past.clone())
         context = ChunkContext(Chunk((piece,)), store)
         start = time.perf_counter()
-        out, _ = context_attention(layer, *inputs, None, sliding_window=case.window, chunk_context=context)
-        torch.autograd.grad(out, inputs, grad)
+        out, _ = context_attention(layer, q, k, v, None, sliding_window=case.window, chunk_context=context)
+        torch.autograd.grad(out, (q, k, v), grad)
         return time.perf_counter() - start
 
     return measure
@@ -86,13 +86,13 @@ def slice_seconds(case: Case) -> Callable[[], float]:
 def ideal_seconds(case: Case) -> Callable[[], float]:
     """A function that runs the plain causal call of the slice's number of pairs and returns its seconds."""
     tokens = round((math.sqrt(8 * case.pairs + 1) - 1) / 2)
-    inputs = [x.requires_grad_() for x in _inputs(case, tokens)]
+    q, k, v = (x.requires_grad_() for x in _inputs(case, tokens))
     grad = torch.randn(1, case.heads, tokens, case.head_dim)
 
     def measure() -> float:
         start = time.perf_counter()
-        out = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, inputs, grad)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), grad)
         return time.perf_counter() - start
 
     return measure

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.model.backends import CpuAttention, get_backend
+from infinipipe.model.backends import CpuAttention, CudaAttention, _offsets, get_backend
 
 
 def dense(
@@ -58,7 +58,7 @@ def test_forward_and_backward_equal_dense_softmax(
 ) -> None:
     q, k, v, grad = inputs(sum(q_lens), sum(k_lens), kv_heads)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(*leaves, q_lens, k_lens, 0.3, window)
+    expected = dense(leaves[0], leaves[1], leaves[2], q_lens, k_lens, 0.3, window)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
     backend = CpuAttention()
     out, lse = backend.forward(q, k, v, q_lens, k_lens, scale=0.3, window=window)
@@ -74,7 +74,7 @@ def test_forward_and_backward_equal_dense_softmax(
 def test_bfloat16_rounds_results_but_not_gradients_of_keys(window: int | None) -> None:
     q, k, v, grad = inputs(12, 30, 2, torch.bfloat16)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = dense(*leaves, [12], [30], 0.25, window)
+    expected = dense(leaves[0], leaves[1], leaves[2], [12], [30], 0.25, window)
     expected_gradients = torch.autograd.grad(expected, leaves, grad.double())
     backend = CpuAttention()
     out, lse = backend.forward(q, k, v, [12], [30], scale=0.25, window=window)
@@ -106,6 +106,26 @@ def test_a_window_costs_no_more_than_its_pairs(monkeypatch: pytest.MonkeyPatch) 
     q, k, v, _ = inputs(50, 71, 2)
     CpuAttention().forward(q, k, v, [50], [71], scale=1.0, window=22)
     assert pairs == 50 * 22
+
+
+def test_the_cuda_call_fits_the_kernels_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from infinipipe.model import backends
+
+    with FakeTensorMode():
+        ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+        monkeypatch.setattr(backends, "_offsets", lambda lengths, device: ends)
+        q, k, v, grad = inputs(12, 12, 2, torch.bfloat16)
+        backend = CudaAttention()
+        out, lse = backend.forward(q, k, v, [5, 7], [5, 7], scale=1.0, window=3)
+        gradients = backend.backward(grad, q, k, v, out, lse, [5, 7], [5, 7], scale=1.0, window=3)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 12), torch.float32)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+def test_offsets_start_at_zero() -> None:
+    assert _offsets((3, 1, 4), torch.device("cpu")).tolist() == [0, 3, 4, 8]
 
 
 def test_devices_without_a_kernel_are_refused() -> None:
