@@ -32,7 +32,7 @@ SCHEDULES: tuple[tuple[str, float], ...] = (
     ("lookahead", 1.0),
 )
 """Schedules and how many forwards a stage runs ahead for each stage after it."""
-RAMPS = (0.0, 1.0, 2.0)
+RAMPS = (0.0, 1.0, 2.0, 3.0, 4.0)
 """Chunks of the ramp at each end, per stage."""
 MULTIPLES = (8, 6, 4, 3, 2, 1.5)
 """Targets beyond the longest sequence, in multiples of its time."""
