@@ -153,10 +153,11 @@ def compare_planners(*, quick: bool, seeds: int) -> dict[str, object]:
             if any(outcome.problem for outcome in own):
                 print(f"{head} {name:21} {own[0].problem or own[-1].problem}")
                 continue
+            parts = f"bubble {mean(o.bubble for o in own):6.1%}, recompute {mean(o.recompute for o in own):6.1%}, "
+            parts += f"fixed {mean(o.fixed for o in own):6.1%}, {mean(o.chunks for o in own):5.0f} chunks, "
             print(
-                f"{head} {name:21} {mean(o.over_ideal for o in own):6.3f} of ideal, bubble {mean(o.bubble for o in own):6.1%}, "
-                f"recompute {mean(o.recompute for o in own):6.1%}, fixed {mean(o.fixed for o in own):6.1%}, "
-                f"{mean(o.chunks for o in own):5.0f} chunks, planned in {mean(o.planning_seconds for o in own):.2f} s",
+                f"{head} {name:21} {mean(o.over_ideal for o in own):6.3f} of ideal, {'' if name in UNPIPED else parts}"
+                f"planned in {mean(o.planning_seconds for o in own):.2f} s",
                 flush=True,
             )
     figures: dict[str, object] = {"plan_seconds": round(float(np.median(plan_seconds)), 3)}
@@ -242,6 +243,28 @@ def solver_gap(count: int, *, against_exact: bool) -> dict[str, object]:
     return figures
 
 
+def sharing_price(count: int) -> dict[str, object]:
+    """What sharing variables along diagonals costs: the free problem's layers and simulated step relative to the shared one's."""
+    rng = random.Random(2)
+    layers: list[float] = []
+    steps: list[float] = []
+    while len(layers) < count:
+        draft = random_draft(rng)
+        least, most = draft.least()[0], max(draft.peaks(draft.uniform(0)))
+        budget = int(least + rng.uniform(0.1, 0.6) * (most - least))
+        if draft.table.num_chunks > 150:
+            continue
+        shared, free = (draft.problem(budget, share_diagonals=share) for share in (True, False))
+        recompute = [problem.layers(solve(problem).values) for problem in (shared, free)]
+        layers.append(float(recompute[1].sum() / recompute[0].sum()))
+        steps.append(draft.makespan(recompute[1]) / draft.makespan(recompute[0]))
+    return {
+        "problems": count,
+        "free_over_shared_layers": round(geometric(layers), 4),
+        "free_over_shared_step": round(geometric(steps), 4),
+    }
+
+
 def never_slower(count: int) -> dict[str, object]:
     """``elastic`` against ``elastic-paper`` on random small inputs, about half of them with a tight budget."""
     rng = random.Random(1)
@@ -311,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = compare_planners(quick=quick, seeds=options.seeds)
     figures["solver_gap"] = solver_gap(40 if quick else 100, against_exact=not quick)
     print(f"recompute solver: {figures['solver_gap']}", flush=True)
+    if not quick:
+        figures["sharing"] = sharing_price(40)
+        print(f"sharing along diagonals: {figures['sharing']}", flush=True)
     figures["never_slower"] = never_slower(options.random or (30 if quick else 1000))
     print(f"elastic against elastic-paper: {figures['never_slower']}", flush=True)
     figures["scaling"] = scaling(quick=quick)

@@ -44,7 +44,7 @@ class PlanOptions:
         max_slices: most slices of the longest sequence.
         num_slices: that number itself; searched if not given.
         recompute: auto, none, all or a number of layers of every stage.
-        schedule: name of a schedule or path/to/file.py:function; the planner's own choice if not given.
+        schedule: name of a schedule or path/to/file.py:function; auto is the planner's own choice.
         replicas: data-parallel replicas.
         time_limit: seconds after which the search returns its best plan so far.
         chunk_seconds: fixed cost of a chunk over all stages; the preset's if not given.
@@ -66,7 +66,7 @@ class PlanOptions:
     max_slices: int = 32
     num_slices: int | None = None
     recompute: Literal["auto", "none", "all"] | int = "auto"
-    schedule: str | None = None
+    schedule: str = "auto"
     replicas: int = 1
     time_limit: float | None = None
     chunk_seconds: float | None = None

@@ -132,7 +132,8 @@ class Chunking:
 
     def ordered(self) -> tuple[Chunk, ...]:
         """One pipeline of everything, sequences of more chunks first (section III-C)."""
-        return tuple(chunk for splits in sorted(self.by_splits(), reverse=True) for chunk in self.by_splits()[splits])
+        groups = self.by_splits()
+        return tuple(chunk for splits in sorted(groups, reverse=True) for chunk in groups[splits])
 
 
 def balanced_chunking(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,8 +87,9 @@ class Draft:
         worst = int(np.argmax(peaks))
         return int(np.ceil(peaks[worst])) + 1, worst
 
-    def problem(self, budget: float, *, share_diagonals: bool = True, by_time: bool = False) -> RecomputeProblem:
-        return recompute_problem(self.memories, self.table, budget, share_diagonals=share_diagonals, by_time=by_time)
+    def problem(self, budget: float, *, share_diagonals: bool = True) -> RecomputeProblem:
+        """The recompute problem of fitting this order into ``budget`` bytes."""
+        return recompute_problem(self.memories, self.table, budget, share_diagonals=share_diagonals)
 
     def uniform(self, layers: int) -> IntArray:
         """(stages, chunks): ``layers`` of every chunk at every stage, or all where the stage has fewer."""
@@ -103,7 +103,9 @@ class Draft:
             for stage, (memory, row) in enumerate(zip(self.memories, recompute, strict=True))
         ]
 
-    def fit(self, budget: int | None, mode: Recompute) -> tuple[IntArray, RecomputeSolution | None]:
+    def fit(
+        self, budget: int | None, mode: Recompute, *, share_diagonals: bool = True
+    ) -> tuple[IntArray, RecomputeSolution | None]:
         """Recomputed layers that keep every stage within ``budget``. Raises ``BudgetError`` if ``mode`` cannot."""
         if mode != "auto":
             layers = {"none": 0, "all": max(self.table.stage_layers)}.get(mode, mode) if isinstance(mode, str) else mode
@@ -116,7 +118,7 @@ class Draft:
         required, stage = self.least()
         if required > budget:
             raise BudgetError(required, budget, stage, ADVICE)
-        problem = self.problem(budget)
+        problem = self.problem(budget, share_diagonals=share_diagonals)
         solution = solve(problem)
         recompute = problem.layers(solution.values)
         self._check(recompute, budget, ADVICE)
@@ -132,8 +134,3 @@ class Draft:
         """The replica with ``recompute``."""
         rows = tuple(tuple(row) for row in recompute.tolist())
         return ReplicaPlan(self.replica.pipelines, self.replica.actions, rows)
-
-
-def order_by_splits(groups: Sequence[tuple[int, Sequence[Chunk]]]) -> tuple[Chunk, ...]:
-    """Groups of (chunks per sequence, chunks), most finely cut first."""
-    return tuple(chunk for _, chunks in sorted(groups, key=lambda group: -group[0]) for chunk in chunks)

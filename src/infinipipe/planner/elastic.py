@@ -14,6 +14,7 @@ from typing import Literal
 
 from infinipipe.plan import Chunk
 from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
+from infinipipe.planner.draft import Draft
 from infinipipe.planner.memory import BudgetError
 from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.schedules import lead
@@ -34,6 +35,8 @@ SCHEDULES: tuple[tuple[str, float], ...] = (
 """Schedules and how many forwards a stage runs ahead for each stage after it."""
 RAMPS = (0.0, 1.0, 2.0, 3.0, 4.0)
 """Chunks of the ramp at each end, per stage."""
+FREED = 3
+"""How many of the best choices are fitted again without sharing along diagonals."""
 MULTIPLES = (8, 6, 4, 3, 2, 1.5)
 """Targets beyond the longest sequence, in multiples of its time."""
 
@@ -92,7 +95,20 @@ class ElasticSearch:
                 if self.try_choice(choice) < self._seconds[best]:
                     best = choice
             improved = best != start
+        self.free_diagonals()
         return self.with_paper()
+
+    def free_diagonals(self) -> None:
+        """Fit the best choices again with a variable for every chunk of every stage.
+
+        Far fewer layers are recomputed then, though stages wait for each other more; the makespan decides.
+        """
+        if self.problem.best is None or not self.problem.best.recompute.any():
+            return
+        for choice in sorted(self._seconds, key=self._seconds.__getitem__)[:FREED]:
+            draft = self._draft(choice)
+            if draft is not None and math.isfinite(self._seconds[choice]):
+                self.problem.consider(draft, share_diagonals=False)
 
     def with_paper(self) -> Found:
         """The best of this search and ``elastic-paper``, which has limits of its own. Raises ``BudgetError``."""
@@ -131,14 +147,15 @@ class ElasticSearch:
     def try_choice(self, choice: Choice) -> float:
         """Simulated seconds of a choice; infinite if it does not fit."""
         if choice not in self._seconds:
-            chunks = self.chunks(choice.slices, choice.style, choice.ramp)
-            name, per_stage = choice.schedule
-            found = None
-            if chunks is not None:
-                draft = self.problem.draft([chunks], name, lead(self.stages, per_stage))
-                found = self.problem.consider(draft)
+            draft = self._draft(choice)
+            found = None if draft is None else self.problem.consider(draft)
             self._seconds[choice] = math.inf if found is None else found.seconds
         return self._seconds[choice]
+
+    def _draft(self, choice: Choice) -> Draft | None:
+        chunks = self.chunks(choice.slices, choice.style, choice.ramp)
+        name, per_stage = choice.schedule
+        return None if chunks is None else self.problem.draft([chunks], name, lead(self.stages, per_stage))
 
     def chunks(self, slices: float, style: Style, ramp: float) -> tuple[Chunk, ...] | None:
         """The chunks of a choice in order; ``None`` if a slice would exceed the token capacity."""

@@ -75,11 +75,6 @@ class RecomputeProblem:
         shared = values[self.variable]
         return -(-shared * per_stage // self.upper) if self.upper else np.zeros_like(shared)
 
-    def infeasible_windows(self) -> bool:
-        """Whether some window does not fit even if everything is recomputed."""
-        everything = np.full(self.num_variables, float(self.upper))
-        return bool((self.rows.product(everything) < self.rows.demand - TOLERANCE).any())
-
 
 def recompute_problem(
     memories: Sequence[StageMemory],
@@ -87,12 +82,10 @@ def recompute_problem(
     budget: float,
     *,
     share_diagonals: bool = True,
-    by_time: bool = False,
 ) -> RecomputeProblem:
     """State the problem of fitting a replica's stages into ``budget`` bytes.
 
-    The objective is the number of recomputed layers (Eq. 16), or, ``by_time``, their seconds. Without
-    ``share_diagonals`` every chunk of every stage has its own variable.
+    The objective is the sum of the variables (Eq. 16). Without ``share_diagonals`` every chunk of every stage has its own.
     """
     stages, chunks = table.num_stages, table.num_chunks
     rank = np.argsort(np.argsort(memories[0].positions.backward_at))
@@ -103,12 +96,6 @@ def recompute_problem(
     upper = max(table.stage_layers)
     fraction = np.array(table.stage_layers, np.float64)[:, None] / max(upper, 1)
     count = int(variable.max()) + 1
-    if by_time:
-        seconds = table.layer_recompute * fraction
-        total = np.bincount(variable.ravel(), seconds.ravel(), count)
-        weight = total / np.maximum(np.bincount(variable.ravel(), minlength=count), 1)
-    else:
-        weight = np.ones(count)
     parts = [
         _windows(memory, variable[stage], memory.saving * fraction[stage], budget)
         for stage, memory in enumerate(memories)
@@ -120,7 +107,7 @@ def recompute_problem(
         values=np.concatenate([part[2] for part in parts]),
         demand=np.concatenate([part[3] for part in parts]),
     )
-    return RecomputeProblem(variable, upper, weight, rows, table.stage_layers)
+    return RecomputeProblem(variable, upper, np.ones(count), rows, table.stage_layers)
 
 
 def _windows(

@@ -27,6 +27,7 @@ class Found:
     recompute: IntArray
     seconds: float
     solution: RecomputeSolution | None
+    share_diagonals: bool = True
 
     @property
     def replica(self) -> ReplicaPlan:
@@ -113,19 +114,20 @@ class Replica:
     def draft(
         self, pipelines: Sequence[Sequence[Chunk]], schedule: str | None = None, warmup: tuple[int, ...] | None = None
     ) -> Draft:
-        """Pipelines of chunks under the settings' schedule; if they name none, under the given one, or 1F1B."""
-        if self.settings.schedule is not None:
+        """Pipelines of chunks under the settings' schedule; if that is ``auto``, under the given one, or 1F1B."""
+        if self.settings.schedule != "auto":
             schedule, warmup = self.settings.schedule, None
         return Draft(tuple(map(tuple, pipelines)), self.cost, schedule or "1f1b", warmup)
 
-    def consider(self, draft: Draft) -> Found | None:
+    def consider(self, draft: Draft, *, share_diagonals: bool = True) -> Found | None:
         """Fit the draft into the budget and keep it if it is the fastest so far; ``None`` if it does not fit."""
+        budget, mode = self.settings.memory_budget, self.settings.recompute
         try:
-            recompute, solution = draft.fit(self.settings.memory_budget, self.settings.recompute)
+            recompute, solution = draft.fit(budget, mode, share_diagonals=share_diagonals)
         except BudgetError as error:
             self.reject(error)
             return None
-        return self.accept(Found(draft, recompute, draft.makespan(recompute), solution))
+        return self.accept(Found(draft, recompute, draft.makespan(recompute), solution, share_diagonals))
 
     def accept(self, found: Found) -> Found:
         """Keep a plan that fits if it is the fastest so far."""
@@ -151,12 +153,12 @@ class Replica:
         budget = self.settings.memory_budget
         if found.solution is None or budget is None:
             return
-        problem = found.draft.problem(budget)
+        problem = found.draft.problem(budget, share_diagonals=found.share_diagonals)
         solution = close_gap(problem, found.solution)
         recompute = problem.layers(solution.values)
         seconds = found.draft.makespan(recompute)
         if seconds <= found.seconds:
-            self.best = Found(found.draft, recompute, seconds, solution)
+            self.best = dataclasses.replace(found, recompute=recompute, seconds=seconds, solution=solution)
         else:
             self.best = dataclasses.replace(found, solution=dataclasses.replace(found.solution, bound=solution.bound))
 

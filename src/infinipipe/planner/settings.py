@@ -21,7 +21,7 @@ class PlannerSettings:
         max_slices: most slices into which the longest sequence is cut.
         num_slices: that number itself; searched if not given.
         recompute: ``auto`` fits the budget layer by layer; ``none``, ``all`` or a number of layers per stage are fixed.
-        schedule: name of the schedule, or ``path/to/file.py:function``; the planner's own choice if not given.
+        schedule: name of the schedule, or ``path/to/file.py:function``; ``auto`` is the planner's own choice.
         replicas: data-parallel replicas.
         time_limit: seconds after which the search returns its best plan so far; unlimited if not given.
         work_limit: most plans that the search tries for a replica; with it alone, equal inputs give equal plans.
@@ -33,7 +33,7 @@ class PlannerSettings:
     max_slices: int = 32
     num_slices: int | None = None
     recompute: Recompute = "auto"
-    schedule: str | None = None
+    schedule: str = "auto"
     replicas: int = 1
     time_limit: float | None = None
     work_limit: int = 48
