@@ -112,7 +112,7 @@ def stage_results(stage: Stage, tokens: list[Tensor]) -> list[tuple[Tensor, Tens
         embedded.append(output)
 
     handle = stage.model.get_input_embeddings().register_forward_hook(keep)
-    hidden = stage(torch.cat(tokens), context)
+    hidden = stage(torch.cat(tokens), context).squeeze(0)
     handle.remove()
     (hidden * torch.linspace(-1, 1, hidden.shape[1])).sum().backward()
     gradient = embedded[0].grad

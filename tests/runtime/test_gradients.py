@@ -10,10 +10,10 @@ import torch
 
 from infinipipe.model import split_layers
 from infinipipe.plan import Plan
-from infinipipe.runtime import Executor, Parameters, clip_gradients, gradient_norm, sync_tied_gradients
+from infinipipe.runtime import Executor, Layout, Parameters, clip_gradients, gradient_norm, sync_tied_gradients
 from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan
 from infinipipe.verify.cases import make_batch, make_stage, precision
-from infinipipe.verify.distributed import connections
+from infinipipe.verify.distributed import get_mesh
 from infinipipe.verify.reference import plain_model, reference_step
 
 
@@ -24,21 +24,21 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def _train(rank: int, case: Case, steps: int, max_norm: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    transport, groups = connections(case.plan.num_stages)
-    if transport is None:
+    mesh = get_mesh(Layout(stages=case.plan.num_stages))
+    if not mesh.is_member:
         return [], {}
     stage = make_stage(case, rank)
     parameters = Parameters(stage)
-    executor = Executor(stage, transport, parameters)
+    executor = Executor(stage, mesh.transport(), parameters)
     optimizer = torch.optim.SGD([p for _, p in parameters.named()], lr=0.1, momentum=0.9)
     norms = []
     for _ in range(steps):
         parameters.zero_grad()
         with precision(case):
             executor.step(case.plan.replicas[0], make_batch(case))
-        sync_tied_gradients(stage, parameters, groups)
-        norms.append(clip_gradients(stage, parameters, groups, max_norm))
-        assert gradient_norm(stage, parameters, groups) <= max_norm * (1 + 1e-9)
+        sync_tied_gradients(stage, parameters, mesh)
+        norms.append(clip_gradients(stage, parameters, mesh, max_norm))
+        assert gradient_norm(stage, parameters, mesh) <= max_norm * (1 + 1e-9)
         optimizer.step()
         parameters.publish()
     return norms, {name: p.detach() for name, p in parameters.named()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infinipipe.model import IGNORE, ChunkContext, KVStore, split_layers
+from infinipipe.model import loss as loss_module
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.runtime import Batch, Executor
 from infinipipe.runtime import executor as executor_module
@@ -76,13 +77,13 @@ def shift_labels_within_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_mean_of_chunk_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = executor_module.block_loss
+    plain = loss_module.block_loss
 
     def normalised(hidden: Tensor, head: Any, labels: Tensor, *, scale: float, **kwargs: Any) -> Tensor:
         count = int((labels != IGNORE).sum())
         return plain(hidden, head, labels, scale=1.0 / (3 * max(1, count)), **kwargs)
 
-    monkeypatch.setattr(executor_module, "block_loss", normalised)
+    monkeypatch.setattr(loss_module, "block_loss", normalised)
 
 
 def restart_positions_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

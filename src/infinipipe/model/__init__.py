@@ -3,17 +3,22 @@
 from infinipipe.model.attention import ChunkContext
 from infinipipe.model.config import UnsupportedModelError, check_supported, load_config, split_layers, text_config
 from infinipipe.model.kv_store import KVStore
-from infinipipe.model.loss import IGNORE, block_loss
+from infinipipe.model.loss import IGNORE, LossHead, LossTarget, block_loss
+from infinipipe.model.sequence import SequenceShard, check_heads
 from infinipipe.model.stage import Stage, build_stage
 
 __all__ = [
     "IGNORE",
     "ChunkContext",
     "KVStore",
+    "LossHead",
+    "LossTarget",
+    "SequenceShard",
     "Stage",
     "UnsupportedModelError",
     "block_loss",
     "build_stage",
+    "check_heads",
     "check_supported",
     "load_config",
     "split_layers",

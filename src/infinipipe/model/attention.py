@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infinipipe.model.backends import AttentionBackend, get_backend
 from infinipipe.model.kv_store import KVStore
+from infinipipe.model.sequence import SequenceShard
 from infinipipe.plan import Chunk, Slice
 
 IMPLEMENTATION = "infinipipe"
@@ -24,10 +25,12 @@ IMPLEMENTATION = "infinipipe"
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """What the layers of a stage need to know of the chunk they compute: its slices and the stage's store."""
+    """What the layers of a stage need to know of the chunk they compute: its slices, the stage's store, and, under sequence
+    parallelism, which share of its tokens this process holds."""
 
     chunk: Chunk
     store: KVStore
+    shard: SequenceShard | None = None
     whole_lengths: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,15 +38,20 @@ class ChunkContext:
         object.__setattr__(self, "whole_lengths", tuple(piece.num_tokens for piece in wholes))
 
     def positions(self, device: torch.device) -> Tensor:
-        """Position of every token in its sequence, (1, tokens), int64."""
+        """Position of every local token in its sequence, (1, tokens), int64."""
         ranges = [torch.arange(piece.start, piece.stop, device=device) for piece in self.chunk.slices]
-        return torch.cat(ranges).unsqueeze(0)
+        return self.local(torch.cat(ranges), 0).unsqueeze(0)
+
+    def local(self, x: Tensor, fill: float) -> Tensor:
+        """This process's share of the rows of ``x``, padding filled with ``fill``."""
+        return x if self.shard is None else self.shard.local(x, fill)
 
 
 class _ContextAttention(torch.autograd.Function):
     """Attention of a chunk: its partial slice to the whole prefix of its sequence, every whole sequence to itself.
 
-    Tokens come first: queries (tokens, heads, head size), keys and values (tokens, K/V heads, head size).
+    Tokens come first: queries (tokens, heads, head size), keys and values (tokens, K/V heads, head size). Under sequence
+    parallelism they come and go as local tokens of all heads; what is computed and kept is all tokens of local heads.
     """
 
     @staticmethod
@@ -58,6 +66,10 @@ class _ContextAttention(torch.autograd.Function):
         window: int | None,
         backend: AttentionBackend,
     ) -> Tensor:
+        shard, copies = context.shard, 1
+        if shard is not None:
+            copies = shard.kv_copies(k.shape[1])
+            q, k, v = _to_local_heads(q, k, v, context.chunk.num_tokens, copies, shard)
         piece, lengths = context.chunk.partial, context.whole_lengths
         border = 0 if piece is None else piece.num_tokens
         results = []
@@ -72,6 +84,7 @@ class _ContextAttention(torch.autograd.Function):
             own = (q[border:], k[border:], v[border:])
             results.append(backend.forward(*own, lengths, lengths, scale=scale, window=window))
         out, lse = _join(results)
+        ctx.copies = copies
         ctx.context, ctx.layer, ctx.scale, ctx.window, ctx.backend = context, layer, scale, window, backend
         if piece is None:
             ctx.save_for_backward(q, out, lse, k, v)
@@ -79,13 +92,16 @@ class _ContextAttention(torch.autograd.Function):
             ctx.save_for_backward(q, out, lse, k[border:].clone(), v[border:].clone())
         else:
             ctx.save_for_backward(q, out, lse)
-        return out
+        return out if shard is None else shard.to_tokens(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         q, out, lse, *own = ctx.saved_tensors
         context: ChunkContext = ctx.context
+        shard = context.shard
+        if shard is not None:
+            grad = shard.to_heads(grad, context.chunk.num_tokens)
         scale, window, backend = ctx.scale, ctx.window, ctx.backend
         piece, lengths = context.chunk.partial, context.whole_lengths
         border = 0 if piece is None else piece.num_tokens
@@ -122,7 +138,25 @@ class _ContextAttention(torch.autograd.Function):
                 )
             )
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
-        return dq, dk.to(q.dtype), dv.to(q.dtype), None, None, None, None, None
+        dk, dv = dk.to(q.dtype), dv.to(q.dtype)
+        if shard is not None:
+            dq, dk, dv = shard.to_tokens(dq), _sum_copies(dk, ctx.copies, shard), _sum_copies(dv, ctx.copies, shard)
+        return dq, dk, dv, None, None, None, None, None
+
+
+def _to_local_heads(
+    q: Tensor, k: Tensor, v: Tensor, num_tokens: int, copies: int, shard: SequenceShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Local tokens of all heads to all tokens of local heads; K/V heads too few for the group are repeated."""
+    pair = torch.stack([k, v], dim=2).flatten(2).repeat_interleave(copies, dim=1)
+    k, v = shard.to_heads(pair, num_tokens).unflatten(2, (2, k.shape[2])).unbind(2)
+    return shard.to_heads(q, num_tokens), k.contiguous(), v.contiguous()
+
+
+def _sum_copies(grad: Tensor, copies: int, shard: SequenceShard) -> Tensor:
+    """Gradients of all tokens of local, repeated K/V heads to those of local tokens of all heads."""
+    tokens = shard.to_tokens(grad)
+    return tokens.unflatten(1, (-1, copies)).sum(2) if copies > 1 else tokens
 
 
 def _reach(piece: Slice, window: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,29 @@ IGNORE = -100
 
 GradientOf = Callable[[nn.Parameter], Tensor]
 """The buffer in which a parameter's gradient accumulates."""
+
+
+HandOver = Callable[[nn.Parameter], Tensor | None]
+"""Asked in backward: a parameter's whole gradient if autograd is to pass it on now, else ``None``."""
+
+
+@dataclass(frozen=True)
+class LossTarget:
+    """What the last stage needs besides hidden states.
+
+    Attributes:
+        labels: (local tokens,) int64 with ``IGNORE`` where a token is not supervised.
+        scale: factor of the loss in its gradients.
+        block_tokens: tokens whose logits exist at once.
+        gradient_of: where the head's gradients accumulate; without it none is computed.
+        hand_over: for sharded parameters, whose gradients must reach the sharding through autograd.
+    """
+
+    labels: Tensor
+    scale: float
+    block_tokens: int
+    gradient_of: GradientOf | None
+    hand_over: HandOver | None = None
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -53,6 +77,45 @@ class _BlockLoss(torch.autograd.Function):
         return hidden_grad, None, None, None, None, None, None
 
 
+class _PassOn(torch.autograd.Function):
+    """Zero, whose backward gives a parameter the gradient that was accumulated for it elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, loss: Tensor, hand_over: HandOver) -> Tensor:
+        ctx.parameter, ctx.hand_over = parameter, hand_over
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.hand_over(ctx.parameter), None, None
+
+
+class LossHead(nn.Module):
+    """Output projection and loss as one module; takes the place, and the parameter names, of the projection."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, projection: nn.Linear) -> None:
+        super().__init__()
+        self.weight = projection.weight
+        self.register_parameter("bias", projection.bias)
+
+    def forward(self, hidden: Tensor, target: LossTarget) -> Tensor:
+        """The loss of a chunk, see :func:`block_loss`; ``hidden`` is (local tokens, hidden size)."""
+        loss = block_loss(
+            hidden,
+            self,
+            target.labels,
+            scale=target.scale,
+            block_tokens=target.block_tokens,
+            gradient_of=target.gradient_of,
+        )
+        if target.hand_over is not None:
+            for parameter in self.parameters():
+                loss = loss + _PassOn.apply(parameter, loss, target.hand_over)
+        return loss
+
+
 def _rows_loss(
     rows: Tensor,
     weight: nn.Parameter,
@@ -88,7 +151,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def block_loss(
     hidden: Tensor,
-    head: nn.Linear,
+    head: nn.Linear | LossHead,
     labels: Tensor,
     *,
     scale: float,

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infinipipe.model.attention import IMPLEMENTATION, ChunkContext
 from infinipipe.model.config import UnsupportedModelError
+from infinipipe.model.loss import LossHead, LossTarget
 from infinipipe.model.weights import read_tensors
 
 
@@ -97,10 +98,15 @@ class Stage(nn.Module):
         return self.model.config.hidden_size
 
     @property
-    def head(self) -> nn.Linear:
-        """The output projection; on the last stage only."""
+    def head(self) -> LossHead:
+        """Output projection and loss; on the last stage only."""
         assert self.is_last
         return self.model.get_output_embeddings()
+
+    @property
+    def layers(self) -> tuple[GradientCheckpointingLayer, ...]:
+        """The decoder layers of this stage."""
+        return self._layers
 
     @property
     def tied_parameter(self) -> nn.Parameter | None:
@@ -113,11 +119,13 @@ class Stage(nn.Module):
         assert isinstance(module.weight, nn.Parameter)
         return module.weight
 
-    def forward(self, inputs: Tensor, context: ChunkContext, recompute: int = 0) -> Tensor:
-        """Hidden states of a chunk, (tokens, hidden size), after this stage; normed on the last one.
+    def forward(
+        self, inputs: Tensor, context: ChunkContext, recompute: int = 0, target: LossTarget | None = None
+    ) -> Tensor:
+        """Hidden states of a chunk, (1, local tokens, hidden size), after this stage; on the last stage its loss, a scalar.
 
-        ``inputs`` is (tokens,) int64 on the first stage, else the previous stage's (tokens, hidden size). The first
-        ``recompute`` layers keep only their input for backward.
+        ``inputs`` is (local tokens,) int64 on the first stage, else the previous stage's (local tokens, hidden size). The
+        first ``recompute`` layers keep only their input for backward. The last stage, and no other, needs a ``target``.
         """
         for number, layer in enumerate(self._layers):
             layer.gradient_checkpointing = number < recompute
@@ -128,7 +136,10 @@ class Stage(nn.Module):
             use_cache=False,
             chunk_context=context,
         )
-        return output.last_hidden_state.squeeze(0)
+        if not self.is_last:
+            return output.last_hidden_state
+        assert target is not None
+        return self.head(output.last_hidden_state.squeeze(0), target)
 
 
 def build_stage(
@@ -166,6 +177,8 @@ def build_stage(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+    if index == len(stage_layers) - 1:
+        model.set_output_embeddings(LossHead(model.get_output_embeddings()))
     stage = Stage(model, stage_layers, index, dtype, torch.device(device))
     if checkpoint is not None:
         aliases = {f"{head_name}.weight": f"{embedding_name}.weight"} if stage.tied else None

@@ -2,11 +2,13 @@
 
 from infinipipe.runtime.batch import Batch
 from infinipipe.runtime.executor import Executor, StepResult
-from infinipipe.runtime.gradients import PipelineGroups, clip_gradients, gradient_norm, sync_tied_gradients
+from infinipipe.runtime.gradients import clip_gradients, gradient_norm, sync_tied_gradients
 from infinipipe.runtime.local import step_locally
 from infinipipe.runtime.memory import MemoryMeter
+from infinipipe.runtime.mesh import Layout, Mesh
 from infinipipe.runtime.parameters import Parameters
 from infinipipe.runtime.recorder import AllocatorMeter, Event, Recorder
+from infinipipe.runtime.sharding import GatherPolicy, ShardedParameters
 from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect, pair_groups
 
 __all__ = [
@@ -14,12 +16,15 @@ __all__ = [
     "Batch",
     "Event",
     "Executor",
+    "GatherPolicy",
+    "Layout",
     "LocalTransport",
     "MemoryMeter",
+    "Mesh",
     "Parameters",
-    "PipelineGroups",
     "ProcessGroupTransport",
     "Recorder",
+    "ShardedParameters",
     "StepResult",
     "Transport",
     "clip_gradients",

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from infinipipe.model import ChunkContext, KVStore, Stage, block_loss
-from infinipipe.plan import ActionKind, Chunk, Compute, Direction, Receive, ReplicaPlan, Send, operations
+from infinipipe.model import IGNORE, ChunkContext, KVStore, LossTarget, SequenceShard
+from infinipipe.plan import (
+    ActionKind,
+    Chunk,
+    Compute,
+    Direction,
+    Pipeline,
+    Receive,
+    ReplicaPlan,
+    Send,
+    Slice,
+    build_replica,
+    operations,
+)
 from infinipipe.runtime.batch import Batch
 from infinipipe.runtime.parameters import Parameters
+from infinipipe.runtime.recorder import Recorder
 from infinipipe.runtime.transport import Incoming, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An action as it was measured: seconds on this process's monotonic clock, and what it waited for its input."""
+class ComputesStage(Protocol):
+    """What the executor needs of a stage, :class:`infinipipe.model.Stage` or a stand-in."""
 
-    action: str
-    start: float
-    end: float
-    waited: float
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def __call__(
+        self, inputs: Tensor, context: ChunkContext, recompute: int = 0, target: LossTarget | None = None
+    ) -> Tensor:
+        """Hidden states of a chunk after this stage, local tokens x hidden size, or, on the last, its loss."""
+        ...
 
 
 @dataclass(slots=True)
@@ -33,12 +59,10 @@ class StepResult:
     """What a stage's step yields.
 
     Attributes:
-        loss_sum: sum of the token losses of this replica's chunks; 0 on all stages but the last.
-        events: every action, if they were recorded.
+        loss_sum: sum of the losses of this process's tokens; 0 on all stages but the last.
     """
 
     loss_sum: float = 0.0
-    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -46,6 +70,7 @@ class _Forwarded:
     """What is held of a chunk between forward and backward: where its backward starts, and where its input gradient ends."""
 
     root: GradientEdge
+    shape: torch.Size
     inputs: Tensor | None
 
 
@@ -57,10 +82,17 @@ class Executor:
         transport: its messages to the neighbours.
         parameters: where its gradients accumulate.
         loss_block_tokens: tokens whose logits exist at once on the last stage.
+        shard: this process's share of every chunk under sequence parallelism.
     """
 
     def __init__(
-        self, stage: Stage, transport: Transport, parameters: Parameters, *, loss_block_tokens: int = 1024
+        self,
+        stage: ComputesStage,
+        transport: Transport,
+        parameters: Parameters,
+        *,
+        loss_block_tokens: int = 1024,
+        shard: SequenceShard | None = None,
     ) -> None:
         if loss_block_tokens < 1:
             raise ValueError(f"train.loss_block_tokens is {loss_block_tokens}; it must be at least 1")
@@ -68,15 +100,19 @@ class Executor:
         self.parameters = parameters
         self._transport = transport
         self._loss_block_tokens = loss_block_tokens
+        self._shard = shard
         self._store = KVStore()
 
-    def step(self, replica: ReplicaPlan, batch: Batch, *, record: bool = False) -> StepResult:
+    def step(self, replica: ReplicaPlan, batch: Batch, *, recorder: Recorder | None = None) -> StepResult:
         """Run forward and backward of all chunks; gradients of the mean token loss add to ``parameters``.
 
-        The mean is over ``batch.num_supervised``, the supervised tokens of the whole global batch.
+        The mean is over ``batch.num_supervised``, the supervised tokens of the whole global batch. A replica without chunks
+        joins in what its parameters do collectively.
         """
         result = StepResult()
-        for incoming in self.iterate(replica, batch, result, record=record):
+        if not replica.chunks and self.parameters.is_sharded:
+            replica, batch = _idle_step(replica.num_stages)
+        for incoming in self.iterate(replica, batch, result, recorder=recorder):
             incoming.wait()
         return result
 
@@ -89,10 +125,13 @@ class Executor:
         return result
 
     def iterate(
-        self, replica: ReplicaPlan, batch: Batch, result: StepResult, *, record: bool = False
+        self, replica: ReplicaPlan, batch: Batch, result: StepResult, *, recorder: Recorder | None = None
     ) -> Iterator[Incoming]:
         """Run a plan as a generator that yields each receive that is needed next; it goes on once that one is there."""
         run = _Run(self, replica, batch, result)
+        backwards = sum(action.kind == ActionKind.BACKWARD for action in replica.actions[self.stage.index])
+        if backwards:
+            self.parameters.begin_step()
         try:
             for operation in operations(replica, self.stage.index):
                 match operation:
@@ -101,16 +140,21 @@ class Executor:
                     case Send(direction, chunk, _):
                         self._transport.send(direction, run.outputs.pop((direction, chunk)))
                     case Compute(action):
-                        asked = time.monotonic()
+                        if recorder is not None:
+                            recorder.asks()
                         if run.awaits(action.kind):
                             yield run.incoming[run.direction(action.kind)][0][1]
-                        start = time.monotonic()
+                        if recorder is not None:
+                            recorder.starts()
                         if action.kind == ActionKind.FORWARD:
                             run.forward(action.chunk)
                         else:
+                            backwards -= 1
+                            if backwards == 0:
+                                self.parameters.begin_last_backward()
                             run.backward(action.chunk)
-                        if record:
-                            result.events.append(Event(str(action), start, time.monotonic(), start - asked))
+                        if recorder is not None:
+                            recorder.ends(action)
             self._transport.finish()
             self._store.check_empty()
         finally:
@@ -123,6 +167,12 @@ def forwards_only(replica: ReplicaPlan) -> ReplicaPlan:
     return replace(replica, actions=actions)
 
 
+def _idle_step(num_stages: int) -> tuple[ReplicaPlan, Batch]:
+    """One token without a label: a step that runs everything and yields gradients of zero."""
+    pipeline = Pipeline((Chunk((Slice(0, 0, 1, 1),)),))
+    return build_replica([pipeline], num_stages), Batch.from_tokens([torch.zeros(1, dtype=torch.int64)])
+
+
 class _Run:
     """The state of one step on one stage."""
 
@@ -131,6 +181,7 @@ class _Run:
         self._store = executor._store
         self._parameters = executor.parameters
         self._block_tokens = executor._loss_block_tokens
+        self._shard = executor._shard
         self._transport = executor._transport
         self._batch = batch
         self._result = result
@@ -149,7 +200,8 @@ class _Run:
         return not (self._stage.is_first if kind == ActionKind.FORWARD else self._stage.is_last)
 
     def receive(self, direction: Direction, chunk: int, num_tokens: int) -> None:
-        shape = (num_tokens, self._stage.hidden_size)
+        rows = num_tokens if self._shard is None else self._shard.num_local(num_tokens)
+        shape = (rows, self._stage.hidden_size)
         incoming = self._transport.receive(direction, shape, self._stage.dtype, self._stage.device)
         self.incoming[direction].append((chunk, incoming))
 
@@ -161,35 +213,36 @@ class _Run:
     def forward(self, number: int) -> None:
         chunk, stage = self._chunks[number], self._stage
         learning = torch.is_grad_enabled()
+        context = ChunkContext(chunk, self._store, self._shard)
         if stage.is_first:
-            inputs = self._batch.chunk_tokens(chunk).to(stage.device)
+            inputs = context.local(self._batch.chunk_tokens(chunk), 0).to(stage.device)
         else:
             inputs = self._take(Direction.FORWARD, number).requires_grad_(learning)
-        hidden = stage(inputs, ChunkContext(chunk, self._store), self._recompute[number] if learning else 0)
+        target = self._target(context, learning=learning) if stage.is_last else None
+        output = stage(inputs, context, self._recompute[number] if learning else 0, target)
         if stage.is_last:
-            hidden = self._loss(hidden, chunk, learning=learning)
+            self._result.loss_sum += float(output.detach())
         else:
-            self.outputs[Direction.FORWARD, number] = hidden.detach()
+            self.outputs[Direction.FORWARD, number] = output.detach().view(-1, stage.hidden_size)
         if learning:
-            self._forwarded[number] = _Forwarded(get_gradient_edge(hidden), None if stage.is_first else inputs)
+            leaf = None if stage.is_first else inputs
+            self._forwarded[number] = _Forwarded(get_gradient_edge(output), output.shape, leaf)
         elif chunk.partial is not None and chunk.partial.is_tail:
             self._store.release(chunk.partial.sequence)
 
-    def _loss(self, hidden: Tensor, chunk: Chunk, *, learning: bool) -> Tensor:
-        loss = block_loss(
-            hidden,
-            self._stage.head,
-            self._batch.chunk_labels(chunk).to(hidden.device),
+    def _target(self, context: ChunkContext, *, learning: bool) -> LossTarget:
+        labels = context.local(self._batch.chunk_labels(context.chunk), IGNORE)
+        return LossTarget(
+            labels.to(self._stage.device),
             scale=1.0 / max(1, self._batch.num_supervised),
             block_tokens=self._block_tokens,
             gradient_of=self._parameters.gradient_of if learning else None,
+            hand_over=self._parameters.hand_over if learning and self._parameters.is_sharded else None,
         )
-        self._result.loss_sum += float(loss.detach())
-        return loss
 
     def backward(self, number: int) -> None:
         forwarded = self._forwarded.pop(number)
-        gradient = None if self._stage.is_last else self._take(Direction.BACKWARD, number)
+        gradient = None if self._stage.is_last else self._take(Direction.BACKWARD, number).view(forwarded.shape)
         torch.autograd.backward(forwarded.root, gradient)
         self._parameters.collect()
         if forwarded.inputs is not None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from infinipipe.model import Stage
+
+class HasModel(Protocol):
+    """A stage's module, whose parameters are the stage's."""
+
+    @property
+    def model(self) -> nn.Module: ...
 
 
 class Parameters:
@@ -17,7 +23,10 @@ class Parameters:
     masters and gradients are float32: call :meth:`publish` after each optimizer step.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    is_sharded = False
+    """Whether gradients are reduced over other processes, which all must take part in every step."""
+
+    def __init__(self, stage: HasModel) -> None:
         self._master: dict[str, nn.Parameter] = {}
         self._of: dict[int, nn.Parameter] = {}
         self._compute: dict[str, nn.Parameter] = dict(stage.model.named_parameters())
@@ -37,6 +46,16 @@ class Parameters:
         gradient = self._of[id(parameter)].grad
         assert gradient is not None
         return gradient
+
+    def hand_over(self, parameter: nn.Parameter) -> Tensor | None:
+        """What autograd is to pass on as the gradient of a parameter whose gradient accumulates elsewhere."""
+        return None
+
+    def begin_step(self) -> None:
+        """Called before the first action of a step."""
+
+    def begin_last_backward(self) -> None:
+        """Called before the last backward of a step."""
 
     def collect(self) -> None:
         """Add the gradients that a backward left on lower-precision copies to their masters' and drop them."""

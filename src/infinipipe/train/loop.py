@@ -18,12 +18,11 @@ from infinipipe.plan import Plan
 from infinipipe.runtime import (
     Batch,
     Executor,
+    Layout,
     MemoryMeter,
+    Mesh,
     Parameters,
-    PipelineGroups,
-    ProcessGroupTransport,
     clip_gradients,
-    pair_groups,
     sync_tied_gradients,
 )
 from infinipipe.train.checkpoint import save_checkpoint
@@ -123,12 +122,11 @@ class Trainer:
                 checkpoint=model.path if model.weights == "load" else None,
             )
         )
-        ranks = range(settings.parallel.stages)
         self.parameters = Parameters(self.stage)
-        self._groups = PipelineGroups.create([ranks])
+        self._mesh = Mesh(Layout(stages=settings.parallel.stages), job.device.type)
         self._executor = Executor(
             self.stage,
-            ProcessGroupTransport(ranks, pair_groups([ranks])),
+            self._mesh.transport(),
             self.parameters,
             loss_block_tokens=settings.train.loss_block_tokens,
         )
@@ -169,8 +167,8 @@ class Trainer:
         self.parameters.zero_grad()
         with self._measured():
             result = self._executor.step(plan.replicas[0], batch)
-        sync_tied_gradients(self.stage, self.parameters, self._groups)
-        norm = clip_gradients(self.stage, self.parameters, self._groups, self.settings.optimizer.max_norm or math.inf)
+        sync_tied_gradients(self.stage, self.parameters, self._mesh)
+        norm = clip_gradients(self.stage, self.parameters, self._mesh, self.settings.optimizer.max_norm or math.inf)
         parts = self.job.gather_objects((result.loss_sum, self._peak_bytes()))
         loss = sum(part[0] for part in parts) / batch.num_supervised
         if not math.isfinite(loss) or not math.isfinite(norm):

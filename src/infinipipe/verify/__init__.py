@@ -7,4 +7,14 @@ from infinipipe.verify.plans import random_plan
 from infinipipe.verify.pool import WorkerError, WorkerPool
 from infinipipe.verify.selfcheck import self_check
 
-__all__ = ["FAMILIES", "Case", "Outcome", "WorkerError", "WorkerPool", "random_plan", "run_in_pool", "run_locally", "self_check"]
+__all__ = [
+    "FAMILIES",
+    "Case",
+    "Outcome",
+    "WorkerError",
+    "WorkerPool",
+    "random_plan",
+    "run_in_pool",
+    "run_locally",
+    "self_check",
+]

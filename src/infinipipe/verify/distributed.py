@@ -1,54 +1,72 @@
-"""Exactness cases on real processes."""
+"""Exactness cases on real processes, in any layout."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from infinipipe.model import Stage, check_heads
 from infinipipe.runtime import (
     Executor,
+    GatherPolicy,
+    Layout,
+    Mesh,
     Parameters,
-    PipelineGroups,
-    ProcessGroupTransport,
-    pair_groups,
+    ShardedParameters,
     sync_tied_gradients,
 )
 from infinipipe.verify.cases import Case, Outcome, compare, make_batch, make_stage, merge, precision, stage_gradients
 from infinipipe.verify.pool import WorkerPool
 
 
-@lru_cache(maxsize=8)
-def connections(num_stages: int) -> tuple[ProcessGroupTransport | None, PipelineGroups]:
-    """Communicators of the first ``num_stages`` ranks, made once for a worker's life; a collective of all ranks."""
-    ranks = range(num_stages)
-    pairs, groups = pair_groups([ranks]), PipelineGroups.create([ranks])
-    return (ProcessGroupTransport(ranks, pairs) if dist.get_rank() < num_stages else None), groups
+@lru_cache(maxsize=32)
+def get_mesh(layout: Layout) -> Mesh:
+    """The mesh of a layout, made once for a worker's life; the first call is a collective of all workers."""
+    return Mesh(layout)
 
 
-def run_stage(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    """One worker's part of a case: the stage of its rank, if there is one, for all replicas of the plan in turn."""
-    transport, groups = connections(case.plan.num_stages)
-    if transport is None:
+def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
+    """Parameters of a stage, sharded where the layout has more than one process a stage."""
+    sharding = mesh.sharding()
+    return Parameters(stage) if sharding is None else ShardedParameters(stage, sharding, dtype=dtype, policy=policy)
+
+
+def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tuple[float, dict[str, Tensor]]:
+    """One worker's part of a case; whole gradients come from the first process of every stage.
+
+    With one replica, the replicas of the plan run in turn.
+    """
+    mesh = get_mesh(layout)
+    if not mesh.is_member:
         return 0.0, {}
-    stage = make_stage(case, rank)
-    parameters = Parameters(stage)
-    executor = Executor(stage, transport, parameters, loss_block_tokens=case.loss_block_tokens)
+    stage = make_stage(case, mesh.stage)
+    parameters = make_parameters(stage, mesh, getattr(torch, case.dtype), policy)
+    executor = Executor(stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard)
     batch = make_batch(case)
+    mine = case.plan.replicas if layout.replicas == 1 else [case.plan.replicas[mesh.replica]]
     with precision(case):
-        loss = sum(executor.step(replica, batch).loss_sum for replica in case.plan.replicas)
-    sync_tied_gradients(stage, parameters, groups)
-    gradients = stage_gradients(stage, parameters)
+        loss = sum(executor.step(replica, batch).loss_sum for replica in mine)
+    sync_tied_gradients(stage, parameters, mesh)
+    gradients = {
+        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        for name, gradient in stage_gradients(stage, parameters).items()
+    }
     if stage.tied and stage.is_last and not stage.is_first:
         first_has_it_all = gradients.pop("model.embed_tokens.weight")
         assert first_has_it_all.isfinite().all()
-    return loss, gradients
+    return loss, gradients if mesh.replica == mesh.sequence == 0 else {}
 
 
-def run_in_pool(pool: WorkerPool, case: Case) -> Outcome:
-    """Run a case with a process for every stage and compare with the plain model in this process."""
-    results = pool.run(run_stage, case)
+def run_in_pool(
+    pool: WorkerPool, case: Case, layout: Layout | None = None, *, policy: GatherPolicy = "keep"
+) -> Outcome:
+    """Run a case with a process for every place of the layout, by default one for every stage of the plan."""
+    layout = layout or Layout(stages=case.plan.num_stages)
+    check_heads(case.config.num_attention_heads, layout.sequence)
+    results = pool.run(run_stage, case, layout, policy)
     num_supervised = max(1, make_batch(case).num_supervised)
     loss = sum(loss for loss, _ in results) / num_supervised
     return compare(case, loss, merge([gradients for _, gradients in results]))

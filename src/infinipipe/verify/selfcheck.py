@@ -67,11 +67,11 @@ def self_check(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"{config.model_type} cannot run in slices: {reason}") from error
     finally:
         torch.set_num_threads(threads)
-    error = max(outcome.gradient_error, outcome.loss_difference)
-    if not error < TOLERANCE:
+    difference = max(outcome.gradient_error, outcome.loss_difference)
+    if not difference < TOLERANCE:
         raise UnsupportedModelError(
             f"{config.model_type} computes something in slices that the plain model does not: a tiny model of its "
-            f"architecture differs by {error:.1e}, more than {TOLERANCE:.0e}; the family is not supported"
+            f"architecture differs by {difference:.1e}, more than {TOLERANCE:.0e}; the family is not supported"
         )
 
 

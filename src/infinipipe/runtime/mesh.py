@@ -1,0 +1,115 @@
+"""The process mesh: replicas x stages x sequence parallelism, and the communicators between its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinipipe.model import SequenceShard
+from infinipipe.runtime.transport import PairGroups, ProcessGroupTransport, pair_groups
+
+Dimension = Literal["replica", "stage", "sequence"]
+DIMENSIONS: tuple[Dimension, ...] = ("replica", "stage", "sequence")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes there are of each kind.
+
+    Attributes:
+        replicas: data-parallel replicas (``d_r``).
+        stages: pipeline stages (``d_p``).
+        sequence: sequence-parallel degree inside a stage (``d_s``).
+        order: the dimensions from the outermost to the innermost: ranks that follow each other, which are of one node,
+            differ in the last one.
+    """
+
+    replicas: int = 1
+    stages: int = 1
+    sequence: int = 1
+    order: tuple[Dimension, ...] = DIMENSIONS
+
+    def __post_init__(self) -> None:
+        for name, size in (("replicas", self.replicas), ("stages", self.stages), ("sequence", self.sequence)):
+            if size < 1:
+                raise ValueError(f"the layout has {size} {name}; it must be at least 1")
+        if sorted(self.order) != sorted(DIMENSIONS):
+            raise ValueError(
+                f"the order of the mesh is {', '.join(self.order)}; it must name each of {', '.join(DIMENSIONS)}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.replicas * self.stages * self.sequence
+
+    def ranks(self) -> Tensor:
+        """Global ranks, int64, indexed by replica, stage and sequence."""
+        sizes = {"replica": self.replicas, "stage": self.stages, "sequence": self.sequence}
+        grid = torch.arange(self.size).view([sizes[name] for name in self.order])
+        return grid.permute([self.order.index(name) for name in DIMENSIONS]).contiguous()
+
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks of every pipeline, in the order of its stages."""
+        return self.ranks().permute(0, 2, 1).reshape(-1, self.stages).tolist()
+
+
+class Mesh:
+    """This process's place in a layout. Constructing it is a collective of all processes of the default group.
+
+    Attributes:
+        replica, stage, sequence: this process's coordinates.
+        pipeline: global ranks of the stages that this process exchanges messages with, itself among them.
+        shard: its share of a chunk's tokens; ``None`` without sequence parallelism.
+    """
+
+    def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
+        if dist.get_world_size() < layout.size:
+            raise ValueError(
+                f"the layout needs {layout.size} processes ({layout.replicas} replicas x {layout.stages} stages x "
+                f"{layout.sequence} sequence-parallel), but there are {dist.get_world_size()}"
+            )
+        self.layout = layout
+        ranks = layout.ranks()
+        self.devices = DeviceMesh(device_type, ranks, mesh_dim_names=DIMENSIONS)
+        self._pairs = pair_groups(layout.pipelines())
+        ends = {}
+        for pipeline in layout.pipelines() if layout.stages > 1 else []:
+            ends[pipeline[0], pipeline[-1]] = dist.new_group([pipeline[0], pipeline[-1]])
+        place = (ranks == dist.get_rank()).nonzero()
+        self.is_member = place.numel() > 0
+        self.replica, self.stage, self.sequence = (int(i) for i in (place[0] if self.is_member else (0, 0, 0)))
+        self.pipeline: list[int] = ranks[self.replica, :, self.sequence].tolist()
+        self.ends = ends.get((self.pipeline[0], self.pipeline[-1]))
+        self.shard: SequenceShard | None = None
+        if self.is_member and layout.sequence > 1:
+            self.shard = SequenceShard(self.devices.get_group("sequence"), self.sequence, layout.sequence)
+
+    @property
+    def pairs(self) -> PairGroups:
+        """Communicators between neighbouring stages."""
+        return self._pairs
+
+    def transport(self) -> ProcessGroupTransport:
+        """A new transport of this process's messages to its neighbouring stages."""
+        return ProcessGroupTransport(self.pipeline, self._pairs)
+
+    def sum(self, value: Tensor, *dimensions: Dimension) -> Tensor:
+        """Sum ``value``, in place, over the given dimensions of the mesh; all by default. A collective."""
+        for name in dimensions or DIMENSIONS:
+            if self.devices.size(DIMENSIONS.index(name)) > 1:
+                dist.all_reduce(value, group=self.devices.get_group(name))
+        return value
+
+    def sharding(self) -> DeviceMesh | None:
+        """The mesh over which this stage's states are sharded (sequence) and replicated (replica); ``None`` for one process."""
+        if self.layout.replicas * self.layout.sequence == 1:
+            return None
+        if self.layout.replicas == 1:
+            return self.devices["sequence"]
+        return self.devices["replica", "sequence"]
