@@ -110,8 +110,10 @@ def llama(layers: int, hidden: int = 256) -> LlamaConfig:
 def executor(
     config: LlamaConfig, dtype: torch.dtype, device: torch.device, seed_dtype: torch.dtype | None = None
 ) -> Executor:
-    stage = build_stage(config, (config.num_hidden_layers,), 0, dtype=seed_dtype or dtype)
-    stage.to(device=device, dtype=dtype)
+    stage = build_stage(config, (config.num_hidden_layers,), 0, dtype=seed_dtype or dtype, device=device)
+    for parameter in stage.parameters():
+        parameter.data = parameter.data.to(dtype)
+    stage.dtype = dtype
     return Executor(stage, connect(1)[0], Parameters(stage), loss_block_tokens=256)
 
 
