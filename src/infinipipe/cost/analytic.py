@@ -72,6 +72,7 @@ class MemoryUse:
         backward_attention: the same for its attention, when the MLP's activations are gone.
         backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
         head_block: bytes of one token block of head and loss on the last stage.
+        head_block_tokens: tokens of that block, of which a smaller chunk needs its share; 0 charges the block whole.
         weight_gradient: bytes of that weight gradient.
     """
 
@@ -91,6 +92,7 @@ class MemoryUse:
     backward_attention: float = 0.0
     backward_context: float = 0.0
     head_block: float = 0.0
+    head_block_tokens: float = 0.0
     weight_gradient: float = 0.0
 
 
@@ -180,8 +182,18 @@ class AnalyticCost:
         """Bytes that a forward needs while it runs; they depend on whether any layer is kept."""
         use = self.memory
         per_token = (use.forward_recomputed if all_recomputed else use.forward_kept) / self.sequence_parallel
-        block = use.head_block if stage == self.num_stages - 1 else 0.0
-        return work.tokens * per_token + block
+        need = work.tokens * per_token
+        if stage == self.num_stages - 1:
+            need = need + self._head_block(work)
+        return need
+
+    def _head_block(self, work: Work[Number]) -> Number:
+        """Bytes of the largest token block that the head computes at once."""
+        use, tokens = self.memory, work.tokens * (1 / self.sequence_parallel)
+        if not use.head_block_tokens:
+            return tokens * 0.0 + use.head_block
+        missing = larger(use.head_block_tokens - tokens, tokens * 0.0)
+        return use.head_block - missing * (use.head_block / use.head_block_tokens)
 
     def backward_transient(self, work: Work[Number], stage: int, *, all_recomputed: bool) -> Number:
         """Bytes that a backward needs while it runs.

@@ -48,6 +48,7 @@ def memory_use(shape: ModelShape, *, element_bytes: int, block_tokens: int = 102
         backward_weight=inner * e,
         backward_attention=(3 * shape.query_width + 2 * hidden) * e - freed_before_attention,
         backward_context=kv * (e + max(e, FLOAT32_BYTES)),
+        head_block_tokens=block_tokens,
         head_block=block_tokens * shape.vocab * (e if e >= FLOAT32_BYTES else FLOAT32_BYTES + e),
         weight_gradient=hidden * inner * e,
     )
