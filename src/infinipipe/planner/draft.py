@@ -72,13 +72,16 @@ class Draft:
     def memories(self) -> list[StageMemory]:
         return stage_memories(self.replica.actions, self.chunks, self.table, self.cost)
 
-    def makespan(self, recompute: IntArray | None = None) -> float:
+    @cached_property
+    def seconds_without_recompute(self) -> float:
+        """Seconds that the step would take if nothing were recomputed."""
+        return self.engine.makespan(self.table.forward, self.table.backward, self.table.message)
+
+    def makespan(self, recompute: IntArray) -> float:
         """Seconds that the step takes with ``recompute``, (stages, chunks) layers."""
-        if not self.chunks:
-            return 0.0
-        backward = self.table.backward
-        if recompute is not None:
-            backward = backward + recompute * self.table.layer_recompute
+        if not recompute.any():
+            return self.seconds_without_recompute
+        backward = self.table.backward + recompute * self.table.layer_recompute
         return self.engine.makespan(self.table.forward, backward, self.table.message)
 
     def least(self) -> tuple[int, int]:

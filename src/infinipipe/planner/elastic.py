@@ -35,8 +35,6 @@ SCHEDULES: tuple[tuple[str, float], ...] = (
 """Schedules and how many forwards a stage runs ahead for each stage after it."""
 RAMPS = (0.0, 1.0, 2.0, 3.0, 4.0)
 """Chunks of the ramp at each end, per stage."""
-FREED = 3
-"""How many of the best choices are fitted again without sharing along diagonals."""
 MULTIPLES = (8, 6, 4, 3, 2, 1.5)
 """Targets beyond the longest sequence, in multiples of its time."""
 
@@ -67,8 +65,16 @@ class Choice:
             yield dataclasses.replace(self, style=style)
 
 
+OTHER_STARTS = (Choice(1.0, "dense", 2.0, ("window", 1.0)), Choice(1.0, "mesh", 0.0, ("lookahead", 1.5)))
+"""Where the search starts again: choices that are good together and bad one at a time."""
+FEW_CHUNKS = 100
+"""Chunks up to which it does so; with more, bubbles are small and trying takes longer."""
+
+
 class ElasticSearch:
-    """The search of one replica."""
+    """The search of one replica. Every chunk of every stage has its own recompute variable: sharing them along diagonals, as the
+    published method does, makes stages wait less for each other but recomputes about twice as many layers.
+    """
 
     def __init__(self, problem: Replica) -> None:
         self.problem = problem
@@ -85,30 +91,24 @@ class ElasticSearch:
         ranked = descend(numbers, lambda number: self.try_slices(best, number), problem.limits)
         if not ranked:
             return self.leanest(numbers)
-        best = dataclasses.replace(best, slices=ranked[0])
-        improved = True
-        while improved:
-            start = best
-            for choice in (*best.neighbours(), *self.beside(best, numbers)):
-                if choice in self._seconds or not problem.limits.spend():
-                    continue
-                if self.try_choice(choice) < self._seconds[best]:
-                    best = choice
-            improved = best != start
-        self.free_diagonals()
+        self.climb(dataclasses.replace(best, slices=ranked[0]), numbers)
+        if problem.best is not None and problem.best.draft.table.num_chunks <= FEW_CHUNKS:
+            for start in OTHER_STARTS:
+                self.climb(dataclasses.replace(start, slices=ranked[0]), numbers)
         return self.with_paper()
 
-    def free_diagonals(self) -> None:
-        """Fit the best choices again with a variable for every chunk of every stage.
+    def climb(self, start: Choice, numbers: list[float]) -> None:
+        """Change one thing at a time for as long as that shortens the step."""
+        best, before = start, None
+        while best != before and self.allowed(best):
+            before = best
+            for choice in (*best.neighbours(), *self.beside(best, numbers)):
+                if self.allowed(choice) and self.try_choice(choice) < self.try_choice(best):
+                    best = choice
 
-        Far fewer layers are recomputed then, though stages wait for each other more; the makespan decides.
-        """
-        if self.problem.best is None or not self.problem.best.recompute.any():
-            return
-        for choice in sorted(self._seconds, key=self._seconds.__getitem__)[:FREED]:
-            draft = self._draft(choice)
-            if draft is not None and math.isfinite(self._seconds[choice]):
-                self.problem.consider(draft, share_diagonals=False)
+    def allowed(self, choice: Choice) -> bool:
+        """Whether the choice was tried or may be."""
+        return choice in self._seconds or self.problem.limits.spend()
 
     def with_paper(self) -> Found:
         """The best of this search and ``elastic-paper``, which has limits of its own. Raises ``BudgetError``."""
@@ -145,12 +145,19 @@ class ElasticSearch:
         return self.try_choice(dataclasses.replace(choice, slices=number))
 
     def try_choice(self, choice: Choice) -> float:
-        """Simulated seconds of a choice; infinite if it does not fit."""
+        """Simulated seconds of a choice, or of it without recompute if that is too long already; infinite if it does not fit."""
         if choice not in self._seconds:
-            draft = self._draft(choice)
-            found = None if draft is None else self.problem.consider(draft)
-            self._seconds[choice] = math.inf if found is None else found.seconds
+            self._seconds[choice] = self._evaluate(choice)
         return self._seconds[choice]
+
+    def _evaluate(self, choice: Choice) -> float:
+        draft, best = self._draft(choice), self.problem.best
+        if draft is None:
+            return math.inf
+        if best is not None and draft.seconds_without_recompute >= best.seconds:
+            return draft.seconds_without_recompute
+        found = self.problem.consider(draft, share_diagonals=False)
+        return math.inf if found is None else found.seconds
 
     def _draft(self, choice: Choice) -> Draft | None:
         chunks = self.chunks(choice.slices, choice.style, choice.ramp)

@@ -36,7 +36,7 @@ class PlannerSettings:
     schedule: str = "auto"
     replicas: int = 1
     time_limit: float | None = None
-    work_limit: int = 48
+    work_limit: int = 64
 
     def __post_init__(self) -> None:
         for name in ("memory_budget", "token_capacity", "max_slices", "num_slices", "replicas", "work_limit"):
