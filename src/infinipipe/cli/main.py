@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 COMMANDS = {
     "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
+    "profile": ("infinipipe.cli.profile", "measure a model on this machine and write its cost file"),
     "plan": ("infinipipe.cli.plan", "plan a step and compare planners"),
     "simulate": ("infinipipe.cli.simulate", "what a plan's step will take, and where its time and memory go"),
     "rehearse": ("infinipipe.cli.rehearse", "run a plan's processes and messages with computing replaced by waiting"),

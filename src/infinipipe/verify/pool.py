@@ -22,10 +22,10 @@ class WorkerError(RuntimeError):
     """A worker raised or died; the message has its traceback."""
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:
@@ -40,13 +40,13 @@ def _serve(rank: int, size: int, store: str, timeout: float, pipe: Connection) -
 
 
 class WorkerPool:
-    """``size`` processes on the CPU, one thread each, joined in one gloo process group.
+    """``size`` processes of one thread each, joined in one process group.
 
-    A message or collective may take ``timeout`` seconds before the job fails. Use it as a context manager. After a failed
-    job the pool is broken and must be closed.
+    ``backend`` is that of the process group. A message or collective may take ``timeout`` seconds before the job fails. Use
+    it as a context manager. After a failed job the pool is broken and must be closed.
     """
 
-    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["infinipipe.verify"])
@@ -56,7 +56,7 @@ class WorkerPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, timeout, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, backend, timeout, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

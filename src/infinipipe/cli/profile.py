@@ -1,0 +1,154 @@
+"""``infinipipe profile MODEL OUTPUT``: measure a model on this machine and write its cost file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from infinipipe.cli.options import parse_options
+from infinipipe.cost import even_stages
+from infinipipe.cost.files import save_cost
+from infinipipe.settings import SettingError, require_range
+
+if TYPE_CHECKING:
+    from infinipipe.profile.design import Design
+    from infinipipe.profile.session import Progress as Report
+    from infinipipe.profile.workers import Setup
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to measure.
+
+    Attributes:
+        model: a Hugging Face config.json or its folder.
+        output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
+        stages: pipeline stages that the cost file describes.
+        processes: stages that are measured at once, one process each; by default as many as stages, devices and cores allow.
+        layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2.
+        device: auto takes CUDA where there is a device.
+        dtype: of the computing.
+        threads: of each process on the CPU.
+        longest: tokens of the longest measured sequence.
+        capacity: most tokens of a chunk of packed sequences.
+        smallest: tokens of the smallest slice.
+        max_slices: most slices of a sequence.
+        plans: how many plans of a few chunks are measured.
+        repeats: how often each.
+        loss_block_tokens: tokens whose logits exist at once.
+    """
+
+    model: str
+    output: str
+    stages: int = 2
+    processes: int | None = None
+    layers: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+    longest: int = 8192
+    capacity: int = 4096
+    smallest: int = 128
+    max_slices: int = 8
+    plans: int = 24
+    repeats: int = 5
+    loss_block_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "threads", "repeats", "loss_block_tokens"):
+            require_range(name, getattr(self, name), at_least=1)
+        for name in ("processes", "layers"):
+            if getattr(self, name) is not None:
+                require_range(name, getattr(self, name), at_least=1)
+
+    def design(self) -> Design:
+        """The plans to measure. Raises ``SettingError``."""
+        from infinipipe.profile.design import Design
+
+        return Design(
+            longest=self.longest,
+            capacity=self.capacity,
+            smallest=self.smallest,
+            max_slices=self.max_slices,
+            num_plans=self.plans,
+        )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure, fit, report and write."""
+    description = "Measure a model's stages on this machine and write the cost file that planning and simulating need."
+    options = parse_options(ProfileOptions, "profile", description, arguments)
+    design, output = options.design(), Path(options.output)
+    from infinipipe.profile import fit_profile, measure, quality_lines
+
+    setup, stage_layers = make_setup(options)
+    partial = output.with_name(output.name + ".partial")
+    with progress_bar() as report:
+        measurements = measure(setup, design, options.repeats, partial, report)
+    profile = fit_profile(setup, design, options.repeats, measurements, stage_layers)
+    for line in quality_lines(profile):
+        print(line)
+    save_cost(profile.cost, output)
+    partial.unlink()
+    print(f"wrote {output}")
+    return 0
+
+
+def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
+    """What to measure, and the stages to describe. Raises ``SettingError`` and ``ValueError`` for what cannot be."""
+    import torch
+
+    from infinipipe.model import check_supported, load_config
+    from infinipipe.profile.session import with_layers
+    from infinipipe.profile.workers import Setup
+
+    config = load_config(options.model)
+    check_supported(config)
+    stage_layers = even_stages(config.num_hidden_layers, options.stages)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "cuda" and not devices:
+        raise SettingError("device is cuda, but this machine has none; use cpu")
+    device = "cuda" if devices and options.device != "cpu" else "cpu"
+    room = devices if device == "cuda" else max(1, (os.cpu_count() or 1) // options.threads)
+    processes = options.processes or min(options.stages, room)
+    if device == "cuda" and processes > devices:
+        raise SettingError(f"processes is {processes}, but this machine has {devices} devices")
+    if processes == options.stages and options.layers is None:
+        measured = stage_layers
+    else:
+        measured = (options.layers or 2,) * processes
+    setup = Setup(
+        with_layers(config, sum(measured)), measured, options.dtype, device, options.threads, options.loss_block_tokens
+    )
+    return setup, stage_layers
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A function that moves a bar on a terminal, and prints a line at every new part elsewhere."""
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    seen: set[str] = set()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        task = bars.add_task("measuring", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+            if what not in seen and not console.is_terminal:
+                print(f"{what} ({done} of {total} done)", flush=True)
+            seen.add(what)
+
+        yield report

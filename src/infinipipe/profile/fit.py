@@ -1,0 +1,209 @@
+"""From measured actions to the coefficients of the cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from infinipipe.cost import Link, PassTime
+from infinipipe.cost.work import Work, chunk_work
+from infinipipe.plan import ActionKind, Chunk
+from infinipipe.profile.regression import Floats, robust_fit, robust_loss
+
+BIAS = 0.05
+"""A group of points whose typical error is larger is warned of."""
+SMALLEST_GROUP = 5
+KNOTS = (128, 256, 512, 1024, 2048, 4096)
+"""Tokens from which on a device may work at its best."""
+WORTH = 0.97
+"""A knot is kept if it lowers the mean error to this share."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured action: ``layers`` of the stage, ``recomputed`` of them computed again, and its seconds."""
+
+    kind: ActionKind
+    chunk: Chunk
+    layers: int
+    recomputed: int
+    is_first: bool
+    is_last: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How a fit does: relative errors at the median and the 90th percentile, and groups that it misses."""
+
+    points: int
+    error_p50: float
+    error_p90: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Samples as arrays of shape (samples,)."""
+
+    work: Work[Floats]
+    layers: Floats
+    recomputed: Floats
+    is_first: Floats
+    is_last: Floats
+    seconds: Floats
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Data:
+        def column(values: Iterable[float]) -> Floats:
+            return np.fromiter(values, np.float64, len(samples))
+
+        works = [chunk_work(sample.chunk) for sample in samples]
+        work = Work(*(column(getattr(w, f.name) for w in works) for f in dataclasses.fields(Work)))
+        return cls(
+            work,
+            *(column(getattr(sample, name) for sample in samples) for name in _COLUMNS),
+        )
+
+
+_COLUMNS = ("layers", "recomputed", "is_first", "is_last", "seconds")
+Column = Callable[[_Data, float], Floats]
+
+
+def _crossed(data: _Data, knot: float) -> Floats:
+    return 2 * data.work.partial * (data.work.reach - data.work.partial)
+
+
+_PER_LAYER: dict[str, Column] = {
+    "pair": lambda data, knot: data.work.pairs - _crossed(data, knot),
+    "context": _crossed,
+    "token": lambda data, knot: data.work.tokens,
+    "slice": lambda data, knot: data.work.slices,
+    "reach": lambda data, knot: data.work.reach,
+    "chunk": lambda data, knot: np.ones_like(data.layers),
+    "short": lambda data, knot: np.maximum(knot - data.work.tokens, 0.0),
+}
+_PER_STAGE: dict[str, Column] = {
+    "stage": lambda data, knot: np.ones_like(data.layers),
+    "embedding_token": lambda data, knot: data.is_first * data.work.tokens,
+    "head_token": lambda data, knot: data.is_last * data.work.tokens,
+}
+
+
+def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
+    columns = [column(data, knot) * data.layers for column in _PER_LAYER.values()]
+    columns += [column(data, knot) for column in _PER_STAGE.values()]
+    if kind is ActionKind.BACKWARD:
+        columns += [column(data, knot) * data.recomputed for column in _PER_LAYER.values()]
+    return np.stack(columns, axis=1)
+
+
+def _pass_time(names: Iterable[str], values: Iterable[float], knot: float) -> PassTime:
+    fields = dict(zip(names, map(float, values), strict=True))
+    fields["context"] -= fields["pair"]
+    return PassTime(**fields, full=float(knot) if fields["short"] else 0.0)
+
+
+@dataclass(frozen=True)
+class PassFit:
+    """Coefficients of one pass; ``recompute`` are those of the layers that a backward computes again."""
+
+    time: PassTime
+    recompute: PassTime | None
+    quality: Quality
+    held_out: Quality
+
+
+def fit_pass(samples: Sequence[Sample], held_out: Sequence[Sample], kind: ActionKind) -> PassFit:
+    """Fit the pass of that kind to its samples; errors on ``held_out`` are of a fit without them, the coefficients of a fit with them.
+
+    Raises ``ValueError`` if there are fewer samples than coefficients.
+    """
+    samples = [sample for sample in samples if sample.kind is kind]
+    held_out = [sample for sample in held_out if sample.kind is kind]
+    coefficients, knot = _solve(_Data.of(samples), kind)
+    held = _quality(held_out, _predict(_Data.of(held_out), coefficients, knot, kind))
+    everything = [*samples, *held_out]
+    data = _Data.of(everything)
+    coefficients, knot = _solve(data, kind)
+    quality = _quality(everything, _predict(data, coefficients, knot, kind))
+    names = [*_PER_LAYER, *_PER_STAGE]
+    again = coefficients[len(names) :]
+    return PassFit(
+        time=_pass_time(names, coefficients[: len(names)], knot),
+        recompute=_pass_time(_PER_LAYER, again, knot) if kind is ActionKind.BACKWARD else None,
+        quality=quality,
+        held_out=held,
+    )
+
+
+def _predict(data: _Data, coefficients: Floats, knot: float, kind: ActionKind) -> Floats:
+    """Predicted over measured seconds."""
+    result: Floats = _matrix(data, knot, kind) @ coefficients / data.seconds
+    return result
+
+
+def _solve(data: _Data, kind: ActionKind) -> tuple[Floats, float]:
+    """Coefficients, and the knot that serves best: 0, none, unless another is clearly better."""
+    best: tuple[float, Floats, float] | None = None
+    for knot in (0.0, *KNOTS):
+        matrix = _matrix(data, knot, kind)
+        if len(data.seconds) < matrix.shape[1]:
+            raise ValueError(
+                f"{len(data.seconds)} measured {kind.name.lower()}s are too few for {matrix.shape[1]} coefficients; measure more plans"
+            )
+        coefficients = robust_fit(matrix, data.seconds)
+        loss = robust_loss(matrix, data.seconds, coefficients)
+        if best is None or loss < best[0] * (WORTH if best[2] == 0.0 else 1.0):
+            best = (loss, coefficients, knot)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _quality(samples: Sequence[Sample], ratios: Floats) -> Quality:
+    errors = np.abs(ratios - 1)
+    warnings = []
+    for name, members in _groups(samples).items():
+        bias = float(np.median(ratios[members])) - 1
+        if len(members) >= SMALLEST_GROUP and abs(bias) > BIAS:
+            warnings.append(f"{name}: predicted {bias:+.0%} off")
+    if not len(samples):
+        return Quality(0, float("nan"), float("nan"), ())
+    return Quality(len(samples), float(np.median(errors)), float(np.quantile(errors, 0.9)), tuple(warnings))
+
+
+def _groups(samples: Sequence[Sample]) -> dict[str, list[int]]:
+    """Samples by what may make them special."""
+    tokens = np.array([sample.chunk.num_tokens for sample in samples])
+    few, many = np.quantile(tokens, [1 / 3, 2 / 3]) if len(samples) else (0, 0)
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        size = sample.chunk.num_tokens
+        names = [
+            f"chunks of up to {few:.0f} tokens"
+            if size <= few
+            else f"chunks of more than {many:.0f} tokens"
+            if size > many
+            else "chunks of middling size"
+        ]
+        if sample.chunk.context:
+            names.append("slices with context")
+        if len(sample.chunk.slices) > 4:
+            names.append("chunks of more than 4 sequences")
+        if sample.recomputed:
+            names.append("recomputed chunks")
+        for name in names:
+            groups.setdefault(name, []).append(index)
+    return groups
+
+
+def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """Latency and seconds per byte of messages of those sizes."""
+    if not num_bytes:
+        return Link()
+    size = np.array(num_bytes, np.float64)
+    latency, per_byte = robust_fit(np.stack([np.ones_like(size), size], axis=1), np.array(seconds))
+    return Link(latency=float(latency), seconds_per_byte=float(per_byte))

@@ -1,0 +1,87 @@
+"""Sets the formula of activation bytes against measured ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from infinipipe.cost import AnalyticCost, MemoryUse
+from infinipipe.cost.work import chunk_work
+from infinipipe.plan import ActionKind, Plan
+from infinipipe.runtime import Event
+
+TOLERANCE = 0.02
+"""Measured bytes within this of the formula leave it as it is: the rest is buffers of messages on their way."""
+BACKWARD_FIELDS = ("backward", "backward_weight", "backward_attention", "backward_context", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class MemoryRatios:
+    """Measured over formula, medians; NaN where nothing was measured.
+
+    Attributes:
+        kept: activations of a kept layer.
+        input: what a recomputed layer holds.
+        forward: what a forward needs while it runs.
+        backward: what a backward needs while it runs.
+    """
+
+    kept: float
+    input: float
+    forward: float
+    backward: float
+
+    def corrected(self, use: MemoryUse) -> MemoryUse:
+        """The formula scaled where measured bytes differ from it."""
+
+        def scale(ratio: float) -> float:
+            return ratio if abs(ratio - 1) > TOLERANCE else 1.0
+
+        backward = {name: getattr(use, name) * scale(self.backward) for name in BACKWARD_FIELDS}
+        return dataclasses.replace(
+            use,
+            layer=(use.layer + use.layer_kv) * scale(self.kept) - use.layer_kv,
+            layer_input=use.layer_input * scale(self.input),
+            forward_kept=use.forward_kept * scale(self.forward),
+            **backward,
+        )
+
+
+def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: AnalyticCost) -> MemoryRatios:
+    """Compare what plans held, action by action, with ``cost``, whose stages are those measured.
+
+    What actions need while they run is compared on all stages but the last, where head and loss come on top, unless it is
+    the only one.
+    """
+    last = cost.num_stages - 1
+    kept, inputs, forward, backward = [], [], [], []
+    for plan, rows in runs:
+        replica = plan.replicas[0]
+        for stage, events in enumerate(rows):
+            layers = cost.stage_layers[stage]
+            for action, event in zip(replica.actions[stage], events, strict=True):
+                chunk, recomputed = replica.chunks[action.chunk], replica.recompute[stage][action.chunk]
+                work, piece = chunk_work(chunk), chunk.partial
+                buffer = cost.message_bytes(chunk.num_tokens)
+                received, sent = (0 if stage == 0 else buffer), (0 if stage == last else buffer)
+                held = cost.activation_bytes(chunk, stage, recomputed)
+                if action.kind is ActionKind.FORWARD:
+                    store = cost.kv_bytes(piece.length, stage) if piece is not None and piece.start == 0 else 0
+                    measured = event.after - event.before + received - sent - store
+                    if recomputed == 0 and layers:
+                        part = layers * cost.layer_activation(work)
+                        kept.append((measured - held + part) / part)
+                    elif recomputed == layers and layers:
+                        part = layers * cost.memory.layer_input * chunk.num_tokens / cost.sequence_parallel
+                        inputs.append((measured - held + part) / part)
+                    if stage < last and recomputed < layers:
+                        needed = event.peak - event.before + received - store - held
+                        forward.append(needed / max(1, cost.forward_transient_bytes(chunk, stage, recomputed)))
+                elif stage < last or last == 0:
+                    store = cost.dkv_bytes(piece.start, stage) if piece is not None and piece.is_tail else 0
+                    needed = event.peak - event.before - store
+                    backward.append(needed / max(1, cost.backward_transient_bytes(chunk, stage, recomputed)))
+    return MemoryRatios(*(float(np.median(x)) if x else float("nan") for x in (kept, inputs, forward, backward)))

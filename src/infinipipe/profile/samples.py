@@ -1,0 +1,50 @@
+"""From recorded runs to samples of the regression."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from infinipipe.plan import ActionKind, Plan
+from infinipipe.profile.fit import Sample
+from infinipipe.runtime import Event
+
+Run = Sequence[Sequence[Event]]
+"""Events of every stage of one run of a plan."""
+
+
+def plan_samples(plan: Plan, runs: Sequence[Run]) -> list[Sample]:
+    """One sample for every action of the first replica: the median over ``runs`` of the same plan.
+
+    An action's seconds include those between the action before it and its asking for its input, in which the executor
+    works for it.
+    """
+    replica = plan.replicas[0]
+    samples = []
+    for stage, actions in enumerate(replica.actions):
+        for place, action in enumerate(actions):
+            recomputes = action.kind is ActionKind.BACKWARD
+            samples.append(
+                Sample(
+                    kind=action.kind,
+                    chunk=replica.chunks[action.chunk],
+                    layers=plan.stage_layers[stage],
+                    recomputed=replica.recompute[stage][action.chunk] if recomputes else 0,
+                    is_first=stage == 0,
+                    is_last=stage == plan.num_stages - 1,
+                    seconds=statistics.median(_busy(run[stage], place) for run in runs),
+                )
+            )
+    return samples
+
+
+def _busy(events: Sequence[Event], place: int) -> float:
+    event = events[place]
+    idle_from = event.start - event.waited
+    before = 0.0 if place == 0 else max(0.0, idle_from - events[place - 1].end)
+    return event.end - event.start + before
+
+
+def makespan(run: Run) -> float:
+    """Seconds from the first start to the last end, on all stages."""
+    return max(event.end for row in run for event in row) - min(event.start for row in run for event in row)

@@ -1,0 +1,143 @@
+"""What the processes of a profile do: each holds one stage and runs plans, messages and the optimizer on it."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from infinipipe.model import build_stage
+from infinipipe.plan import Direction, Plan
+from infinipipe.runtime import (
+    AllocatorMeter,
+    Batch,
+    Event,
+    Executor,
+    MemoryMeter,
+    Parameters,
+    ProcessGroupTransport,
+    Recorder,
+    pair_groups,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured, and on what.
+
+    Attributes:
+        config: the model; its layers are those of ``stage_layers``.
+        stage_layers: layers of the measured stages, one process each.
+        dtype: of the computing, ``float32`` or ``bfloat16``.
+        device: ``cpu`` or ``cuda``.
+        threads: of each process on the CPU.
+        loss_block_tokens: tokens whose logits exist at once.
+    """
+
+    config: PretrainedConfig
+    stage_layers: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    loss_block_tokens: int = 1024
+
+    @property
+    def key(self) -> str:
+        """A digest of everything that decides what is measured."""
+        parts = (self.config.to_json_string(), self.stage_layers, self.dtype, self.device, self.loss_block_tokens)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class _Bench:
+    """A stage with its executor, built once in a worker's life."""
+
+    def __init__(self, rank: int, setup: Setup) -> None:
+        torch.set_num_threads(setup.threads)
+        device = torch.device("cpu") if setup.device == "cpu" else torch.device("cuda", rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        ranks = range(len(setup.stage_layers))
+        self.device = device
+        self.vocab = int(setup.config.vocab_size)
+        self.stage = build_stage(
+            setup.config, setup.stage_layers, rank, dtype=getattr(torch, setup.dtype), device=device
+        )
+        self.parameters = Parameters(self.stage)
+        self.transport = ProcessGroupTransport(ranks, pair_groups([ranks]))
+        self.executor = Executor(self.stage, self.transport, self.parameters, loss_block_tokens=setup.loss_block_tokens)
+
+
+_benches: dict[str, _Bench] = {}
+
+
+def _bench(rank: int, setup: Setup) -> _Bench:
+    if setup.key not in _benches:
+        _benches[setup.key] = _Bench(rank, setup)
+    return _benches[setup.key]
+
+
+def run_plan(rank: int, setup: Setup, plan: Plan, metered: bool) -> list[Event]:
+    """Run a plan's first replica on random tokens and record it; with live bytes, and then not for its times, if ``metered``."""
+    bench = _bench(rank, setup)
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch.from_tokens([torch.randint(0, bench.vocab, (n,), generator=generator) for n in plan.lengths])
+    dist.barrier()
+    if not metered:
+        recorder = Recorder(bench.device)
+        bench.executor.step(plan.replicas[0], batch, recorder=recorder)
+        return recorder.events()
+    if bench.device.type == "cuda":
+        recorder = Recorder(bench.device, AllocatorMeter(bench.device))
+        bench.executor.step(plan.replicas[0], batch, recorder=recorder)
+        return recorder.events()
+    with MemoryMeter() as meter:
+        recorder = Recorder(bench.device, meter)
+        bench.executor.step(plan.replicas[0], batch, recorder=recorder)
+    return recorder.events()
+
+
+def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: int) -> list[float]:
+    """Median seconds of one transfer of so many tokens between the first two stages: half of there and back."""
+    bench = _bench(rank, setup)
+    medians = []
+    for count in num_tokens:
+        seconds = []
+        shape = (count, bench.stage.hidden_size)
+        message = torch.zeros(shape, dtype=bench.stage.dtype, device=bench.device)
+        dist.barrier()
+        for _ in range(repeats if rank < 2 else 0):
+            incoming = bench.transport.receive(
+                Direction.BACKWARD if rank == 0 else Direction.FORWARD, shape, bench.stage.dtype, bench.device
+            )
+            start = time.monotonic()
+            if rank == 0:
+                bench.transport.send(Direction.FORWARD, message)
+            incoming.wait()
+            if rank == 1:
+                bench.transport.send(Direction.BACKWARD, message)
+            if bench.device.type == "cuda":
+                torch.cuda.synchronize(bench.device)
+            seconds.append((time.monotonic() - start) / 2)
+            bench.transport.finish()
+        medians.append(statistics.median(seconds) if seconds else 0.0)
+    return medians
+
+
+def time_optimizer(rank: int, setup: Setup, repeats: int) -> float:
+    """Median seconds of a step of AdamW on the stage's parameters, without changing them for good."""
+    bench = _bench(rank, setup)
+    optimizer = torch.optim.AdamW([p for _, p in bench.parameters.named()], lr=0.0, weight_decay=0.0)
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.monotonic()
+        optimizer.step()
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize(bench.device)
+        seconds.append(time.monotonic() - start)
+    return statistics.median(seconds[1:])
