@@ -143,3 +143,16 @@ def test_comparison_covers_every_planner_and_ranks_by_one_ideal() -> None:
 def test_packing_refuses_what_it_cannot_cut() -> None:
     with pytest.raises(PlanError, match="cannot cut the longest sequence, 5000 tokens"):
         plan_step([5000, 10], cost_of(), PlannerSettings(planner="packed-1f1b", token_capacity=1000))
+
+
+@pytest.mark.parametrize("lengths", [[1], [1] * 3000, [200_000], [200_000, *[3] * 2000], [5000] * 100])
+@pytest.mark.parametrize("budget", [None, 16 * GB])
+def test_extreme_batches_are_planned_or_refused(lengths: list[int], budget: int | None) -> None:
+    cost = cost_of()
+    plan = plan_or_none(lengths, cost, PlannerSettings(memory_budget=budget))
+    if plan is None:
+        assert budget is not None
+        return
+    plan.validate()
+    if budget is not None:
+        check(plan, cost, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from infinipipe.plan import Chunk, Slice, cut
+
+MANY_SEQUENCES = 1000
+"""Sequences from which tiny ones are packed in bundles."""
+BUNDLES_PER_CHUNK = 100
+"""A bundle is at most this part of a chunk's tokens."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,10 @@ class Bucket:
         """A bucket that starts with a slice."""
         return cls(piece, time(piece.start, piece.stop), piece.num_tokens)
 
-    def add(self, sequence: int, length: int, seconds: float) -> None:
-        """Put a whole sequence in."""
-        self.wholes.append(sequence)
-        self.tokens += length
+    def add(self, sequences: Sequence[int], tokens: int, seconds: float) -> None:
+        """Put whole sequences in."""
+        self.wholes.extend(sequences)
+        self.tokens += tokens
         self.seconds += seconds
 
     def chunk(self, lengths: Sequence[int]) -> Chunk:
@@ -66,6 +72,24 @@ class Bucket:
 
 class TokenOverflowError(ValueError):
     """A slice is longer than the token capacity of a chunk."""
+
+
+def _bundles(
+    sequences: Sequence[int], lengths: Sequence[int], time: SequenceTime, target_tokens: int
+) -> list[tuple[list[int], int, float]]:
+    """Sequences by descending length, with their tokens and seconds; of very many, the tiniest are tied together."""
+    order = sorted(sequences, key=lambda i: (-lengths[i], i))
+    size = target_tokens // BUNDLES_PER_CHUNK if len(order) > MANY_SEQUENCES else 0
+    bundles: list[tuple[list[int], int, float]] = []
+    for sequence in order:
+        length = lengths[sequence]
+        seconds = time(0, length)
+        if bundles and bundles[-1][1] + length <= size:
+            members, tokens, total = bundles[-1]
+            bundles[-1] = ([*members, sequence], tokens + length, total + seconds)
+        else:
+            bundles.append(([sequence], length, seconds))
+    return bundles
 
 
 def pack(
@@ -90,9 +114,7 @@ def pack(
     seconds[:count] = [bucket.seconds for bucket in buckets]
     tokens[:count] = [bucket.tokens for bucket in buckets]
     density = seconds / tokens
-    for sequence in sorted(sequences, key=lambda i: (-lengths[i], i)):
-        length = lengths[sequence]
-        own = time(0, length)
+    for members, length, own in _bundles(sequences, lengths, time, target_tokens):
         roomy = tokens[:count] <= target_tokens - length
         fitting = roomy & (seconds[:count] <= target_seconds - own)
         if fitting.any():
@@ -104,7 +126,7 @@ def pack(
             place, count = count, count + 1
             buckets.append(Bucket())
             seconds[place], tokens[place] = 0.0, 0
-        buckets[place].add(sequence, length, own)
+        buckets[place].add(members, length, own)
         seconds[place] += own
         tokens[place] += length
         density[place] = seconds[place] / tokens[place]
@@ -212,17 +234,18 @@ def ramp_chunks(
 
     The longest that fit go first; targets for which nothing is left yield no chunk.
     """
-    left = sorted(sequences, key=lambda i: (-lengths[i], i))
+    left = sorted(sequences, key=lambda i: (lengths[i], -i))
+    sizes = [lengths[i] for i in left]
     chunks: list[Chunk] = []
     for target in targets:
-        bucket, passed = Bucket(), []
-        for sequence in left:
-            seconds = time(0, lengths[sequence])
-            if bucket.seconds + seconds <= target and bucket.tokens + lengths[sequence] <= token_limit:
-                bucket.add(sequence, lengths[sequence], seconds)
-            else:
-                passed.append(sequence)
-        left = passed
+        bucket = Bucket()
+        while True:
+            fitting = min(time.reach(max(target - bucket.seconds, 0.0)) + 1e-9, token_limit - bucket.tokens)
+            place = bisect.bisect_right(sizes, fitting) - 1
+            if place < 0:
+                break
+            length = sizes.pop(place)
+            bucket.add([left.pop(place)], length, time(0, length))
         if bucket.wholes:
             chunks.append(bucket.chunk(lengths))
     return chunks, left

@@ -90,7 +90,7 @@ class ElasticSearch:
         best = Choice(1.0, "mesh", 1.0, SCHEDULES[0 if roomy else 1])
         ranked = descend(numbers, lambda number: self.try_slices(best, number), problem.limits)
         if not ranked:
-            return self.leanest(numbers)
+            return self.leanest()
         self.climb(dataclasses.replace(best, slices=ranked[0]), numbers)
         if problem.best is not None and problem.best.draft.table.num_chunks <= FEW_CHUNKS:
             for start in OTHER_STARTS:
@@ -118,9 +118,9 @@ class ElasticSearch:
             self.problem.reject(error)
         return self.problem.result()
 
-    def leanest(self, numbers: list[float]) -> Found:
+    def leanest(self) -> Found:
         """Nothing fits yet: run no stage ahead, cut as finely as allowed, and then as the published method does."""
-        for number in reversed(numbers):
+        for number in reversed(self.problem.slice_numbers(most_chunks=math.inf)):
             for schedule in (("lookahead", 1.0), ("lookahead", 0.0)):
                 self.try_choice(Choice(number, "mesh", 0.0, schedule))
         return self.with_paper()

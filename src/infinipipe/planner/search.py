@@ -18,6 +18,9 @@ from infinipipe.planner.recompute import RecomputeSolution
 from infinipipe.planner.settings import PlannerSettings
 from infinipipe.planner.solvers import close_gap
 
+MOST_CHUNKS = 2000
+"""Chunks beyond which finer cutting is tried only if nothing else fits."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -102,11 +105,18 @@ class Replica:
             self._chunkings[num_slices] = known
         return known if isinstance(known, Chunking) else None
 
-    def slice_numbers(self) -> list[int]:
-        """The ``K`` to try, ascending: the given one, or about six for every doubling. Raises ``PlanError`` if none will do."""
+    def slice_numbers(self, *, most_chunks: float = MOST_CHUNKS) -> list[int]:
+        """The ``K`` to try, ascending: the given one, or about six for every doubling that make about ``most_chunks`` at most.
+
+        Raises ``PlanError`` if none will do.
+        """
         settings = self.settings
         numbers = [settings.num_slices] if settings.num_slices is not None else _spread(settings.max_slices)
-        usable = [number for number in numbers if self.chunking(number) is not None]
+        longest = sum(self.time(0, self.lengths[i]) for i in self.sequences) / self.time(0, self.longest)
+        usable: list[int] = []
+        for number in numbers:
+            if (number * longest <= most_chunks or not usable) and self.chunking(number) is not None:
+                usable.append(number)
         if not usable:
             raise PlanError(f"{self._chunkings[numbers[-1]]}; raise token_capacity or the number of slices")
         return usable
