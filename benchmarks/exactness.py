@@ -1,6 +1,7 @@
 """Exactness of random plans on real processes, against the plain Hugging Face model in one process.
 
-Every case draws a model family, a number of stages, odd lengths, a plan and recompute counts. Those repeated in float32 have a
+Every case draws a model family, a number of stages, odd lengths, a plan and recompute counts; then come layouts of replicas x
+stages x sequence parallelism with both gather policies. Those repeated in float32 have a
 sequence of 41 tokens or more without a mask: where all supervised tokens are first tokens, query and key gradients are zero but
 for rounding, and a relative error says nothing. The last line printed is a JSON object with the worst errors.
 """
@@ -18,6 +19,7 @@ import torch
 
 from infinipipe.model import split_layers
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.runtime import GatherPolicy, Layout
 from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan, run_in_pool
 
 LENGTHS = (1, 2, 3, 17, 41, 64, 89, 137, 200)
@@ -53,6 +55,51 @@ def pointed_cases() -> list[Case]:
     return cases
 
 
+LAYOUTS = (
+    Layout(sequence=2),
+    Layout(replicas=2),
+    Layout(stages=2, sequence=2),
+    Layout(replicas=2, stages=2),
+    Layout(replicas=2, sequence=2),
+    Layout(replicas=2, stages=2, sequence=2),
+    Layout(stages=2, sequence=4),
+    Layout(stages=4, sequence=2),
+)
+POLICIES: tuple[GatherPolicy, ...] = ("keep", "release")
+
+
+def layout_case(seed: int, layout: Layout) -> Case:
+    """A case of odd lengths for a layout; with two replicas, one of them may get nothing."""
+    rng = random.Random(seed)
+    config = list(FAMILIES.values())[seed % len(FAMILIES)]()
+    lengths = [137, 89, 1] + ([rng.choice([2041, 41])] if seed % 4 == 0 else [])
+    stage_layers = split_layers(4, layout.stages)
+    plan = random_plan(rng, lengths, stage_layers, num_replicas=layout.replicas)
+    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.4]))
+
+
+def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> dict[str, object]:
+    """Every layout with both gather policies, ``rounds`` times; the worst errors."""
+    worst: dict[str, float] = {}
+    worst_loss, cases, empty = 0.0, 0, 0
+    for number in range(rounds * len(POLICIES)):
+        for index, layout in enumerate(LAYOUTS):
+            case = layout_case(seed + number * len(LAYOUTS) + index, layout)
+            outcome = run_in_pool(pool, case, layout, policy=POLICIES[number % len(POLICIES)])
+            name = f"{layout.replicas}x{layout.stages}x{layout.sequence}"
+            worst[name] = max(worst.get(name, 0.0), outcome.gradient_error)
+            worst_loss = max(worst_loss, outcome.loss_difference)
+            cases += 1
+            empty += any(not replica.chunks for replica in case.plan.replicas)
+    return {
+        "cases": cases,
+        "max_rel_err_float64": max(worst.values()),
+        "max_loss_diff": worst_loss,
+        "replicas_without_chunks": empty,
+        "by_layout": worst,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer cases, under 50 seconds")
@@ -68,7 +115,7 @@ def main() -> None:
     cases += attending[: max(10, count // 4)]
     worst = {"float64": 0.0, "float32": 0.0}
     worst_loss, features = 0.0, Counter[str]()
-    with WorkerPool(4) as pool:
+    with WorkerPool(8) as pool:
         for number, case in enumerate(cases):
             outcome = run_in_pool(pool, case)
             worst[case.dtype] = max(worst[case.dtype], outcome.gradient_error)
@@ -79,12 +126,14 @@ def main() -> None:
                 print(
                     f"{number + 1}/{len(cases)} cases, {time.perf_counter() - begin:.0f} s, worst {worst}", flush=True
                 )
+        layouts = run_layouts(pool, 1 if options.quick else 5, options.seed)
     figures = {
         "cases": len(cases),
         "max_rel_err_float64": worst["float64"],
         "max_rel_err_float32": worst["float32"],
         "max_loss_diff": worst_loss,
         "features": dict(sorted(features.items())),
+        "layouts": layouts,
         "seconds": round(time.perf_counter() - begin, 1),
     }
     print(json.dumps(figures))
