@@ -25,7 +25,7 @@ from infinipipe.plan import (
 )
 from infinipipe.plan.types import ActionKind
 from infinipipe.simulate import Engine, makespan
-from simulate.cases import equal_chunks, plans
+from tests.simulate.cases import equal_chunks, plans
 
 
 def replay(

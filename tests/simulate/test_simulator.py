@@ -12,7 +12,7 @@ from infinipipe.plan.types import ActionKind
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.simulate import Simulation, simulate, simulate_plan
 from infinipipe.timeline import Span
-from simulate.cases import RoundCost, equal_chunks, plans
+from tests.simulate.cases import RoundCost, equal_chunks, plans
 
 
 @dataclass(frozen=True)
