@@ -22,7 +22,6 @@ from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
 from infinipipe.planner.memory import GIB, readable_bytes
-from infinipipe.planner.step import PLANNERS
 from infinipipe.simulate import simulate_plan
 
 
@@ -191,19 +190,9 @@ def summarise(
 
 def print_comparison(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print planners by step time, those without a plan last."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in (
-        "planner",
-        "step",
-        "over ideal",
-        "bubble",
-        "recompute",
-        "fixed cost",
-        "chunks",
-        "solver gap",
-        "planned in",
-    ):
-        table.add_column(name, justify="left" if name == "planner" else "right")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("planner", "step", "/ideal", "bubble", "recomp.", "fixed", "chunks", "gap", "planned"):
+        table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
     for outcome in sorted(outcomes, key=lambda o: (bool(o.problem), o.seconds)):
         if outcome.problem:
             table.add_row(outcome.planner, "-")
@@ -217,7 +206,10 @@ def print_comparison(console: Console, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.problem:
             console.print(f"{outcome.planner}: {outcome.problem}")
-    console.print(f"planners: {', '.join(PLANNERS)}; by cost alone: {', '.join(UNPIPED)}; shares are of the ideal step")
+    console.print(
+        "shares are of the ideal step; gap is the recompute solver's to its bound; "
+        f"{' and '.join(UNPIPED)} have no pipeline and no plan"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinipipe.cost import AnalyticCost, sequence_work
+from infinipipe.cost.presets import CALIBRATIONS
 from infinipipe.plan import PlanError
 from infinipipe.planner.search import Found
 from infinipipe.planner.settings import PlannerSettings
@@ -16,8 +17,6 @@ from infinipipe.planner.step import PLANNERS, plan_replica
 from infinipipe.planner.unpiped import Cluster, flexsp, ulysses_zero3
 
 UNPIPED = {"ulysses-zero3": ulysses_zero3, "flexsp": flexsp}
-ALL_TO_ALL = {2: 154e9, 4: 137e9, 8: 121e9, 16: 8.7e9}
-"""Bytes per second of an all-to-all by group size, of the calibration that the presets use."""
 
 
 def ideal_seconds(cost: AnalyticCost, lengths: Sequence[int], token_capacity: int) -> float:
@@ -68,7 +67,7 @@ def compare(
         began = time.process_time()
         try:
             if name in UNPIPED:
-                seconds = UNPIPED[name](Cluster(cost, ALL_TO_ALL, settings.memory_budget), lengths)
+                seconds = UNPIPED[name](Cluster(cost, CALIBRATIONS["a100"].all_to_all, settings.memory_budget), lengths)
                 outcomes.append(Outcome(name, seconds, seconds / ideal, planning_seconds=time.process_time() - began))
                 continue
             found = plan_replica(lengths, range(len(lengths)), cost, dataclasses.replace(settings, planner=name))
