@@ -22,13 +22,13 @@ from infinipipe.planner.settings import Recompute
 
 
 def plan_packed(problem: Replica) -> Found:
-    """Batch-level pipeline parallelism: whole sequences packed to the context length, 1F1B, uniform recompute."""
+    """Batch-level pipeline parallelism: whole sequences packed to the token capacity, 1F1B, uniform recompute."""
     if problem.longest > problem.capacity:
         raise PlanError(
             f"packed-1f1b cannot cut the longest sequence, {problem.longest} tokens, to the token capacity of "
             f"{problem.capacity}; raise token_capacity or use another planner"
         )
-    chunking = cut_and_pack(problem.lengths, problem.sequences, lambda length: [], problem.longest)
+    chunking = cut_and_pack(problem.lengths, problem.sequences, lambda length: [], _largest(problem))
     _uniform(problem, [problem.draft([chunking.ordered()])])
     return problem.result()
 
@@ -100,7 +100,12 @@ def with_recompute(mode: Recompute) -> Callable[[Replica], Found]:
 
 
 def _sizes(problem: Replica) -> list[int]:
-    return chunk_sizes(problem.longest, problem.capacity, problem.settings.max_slices)
+    return chunk_sizes(problem.longest, _largest(problem), problem.settings.max_slices)
+
+
+def _largest(problem: Replica) -> int:
+    """The largest fixed size: the token capacity, or the longest sequence without one."""
+    return problem.settings.token_capacity or problem.longest
 
 
 def _fixed(problem: Replica, size: int) -> Chunking:

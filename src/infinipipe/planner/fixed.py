@@ -83,13 +83,11 @@ def terapipe_borders(target_seconds: float, time: SequenceTime, *, cells: int = 
     return borders
 
 
-def chunk_sizes(longest: int, capacity: int, most_slices: int) -> list[int]:
-    """Fixed sizes to try, descending: the longest sequence in 1, 2, 3, 4, 6, 8, ... up to ``most_slices`` parts."""
-    largest = min(longest, capacity)
-    parts, sizes = 1, []
-    while parts <= most_slices * max(1, -(-longest // largest)):
-        size = -(-longest // parts)
-        if size <= largest and size not in sizes:
-            sizes.append(size)
+def chunk_sizes(longest: int, largest: int, most_slices: int) -> list[int]:
+    """Fixed sizes to try, descending: ``largest``, its half, third, quarter, sixth, ... while the longest is not cut too finely."""
+    sizes = [largest]
+    parts = 2
+    while -(-largest // parts) * most_slices >= longest and -(-largest // parts) < sizes[-1]:
+        sizes.append(-(-largest // parts))
         parts += max(1, parts // 3)
-    return sizes or [largest]
+    return sizes
