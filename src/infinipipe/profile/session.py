@@ -164,7 +164,9 @@ def fit_profile(
     metered: list[tuple[Plan, Run]] = []
     for v, variant in enumerate(setups(setup)):
         for p, plan in enumerate(design.plans(variant.stage_layers)):
-            groups[p % HELD_OUT == 0] += plan_samples(plan, measurements.runs(v, p, range(1, repeats + 1)))
+            groups[p % HELD_OUT == 0] += plan_samples(
+                plan, measurements.runs(v, p, range(1, repeats + 1)), on_cpu=setup.device == "cpu"
+            )
             if v == 0:
                 metered += [(plan, run) for run in measurements.runs(v, p, [0])]
     forward, backward = (
