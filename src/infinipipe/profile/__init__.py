@@ -1,7 +1,17 @@
 """Measures the real runtime and fits the cost file."""
 
 from infinipipe.profile.design import Design
-from infinipipe.profile.session import Measurements, Profile, fit_profile, formula, measure, quality_lines
+from infinipipe.profile.session import Measurements, Profile, fit_profile, fit_samples, formula, measure, quality_lines
 from infinipipe.profile.workers import Setup
 
-__all__ = ["Design", "Measurements", "Profile", "Setup", "fit_profile", "formula", "measure", "quality_lines"]
+__all__ = [
+    "Design",
+    "Measurements",
+    "Profile",
+    "Setup",
+    "fit_profile",
+    "fit_samples",
+    "formula",
+    "measure",
+    "quality_lines",
+]

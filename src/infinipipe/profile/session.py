@@ -18,16 +18,15 @@ from transformers import PretrainedConfig
 from infinipipe.cost import AnalyticCost, Link, ModelShape, flop_cost, state_bytes
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.design import Design
-from infinipipe.profile.fit import PassFit, fit_link, fit_pass
+from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
 from infinipipe.profile.samples import Run, plan_samples
-from infinipipe.profile.workers import Setup, run_plan, time_messages, time_optimizer
+from infinipipe.profile.workers import MESSAGE_TOKENS, Setup, run_plan, time_messages, time_optimizer
 from infinipipe.runtime import Event
 from infinipipe.verify.pool import WorkerPool
 
 HELD_OUT = 5
 """Every so many plans, one is kept for judging the fit."""
-MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 MESSAGE_REPEATS = 20
 OPTIMIZER_REPEATS = 5
 ADAMW_BYTES = 16
@@ -153,31 +152,44 @@ class Profile:
     forward: PassFit
     backward: PassFit
     memory: MemoryRatios
-    optimizer_seconds: tuple[float, ...]
+    optimizer_seconds: tuple[float, ...] = ()
 
 
 def fit_profile(
     setup: Setup, design: Design, repeats: int, measurements: Measurements, stage_layers: Sequence[int]
 ) -> Profile:
     """Fit a cost model over ``stage_layers`` to what was measured on ``setup``'s stages. Raises ``ValueError``."""
-    groups: dict[bool, list[Any]] = {False: [], True: []}
+    samples: list[list[Sample]] = []
     metered: list[tuple[Plan, Run]] = []
     for v, variant in enumerate(setups(setup)):
         for p, plan in enumerate(design.plans(variant.stage_layers)):
-            groups[p % HELD_OUT == 0] += plan_samples(
-                plan, measurements.runs(v, p, range(1, repeats + 1)), on_cpu=setup.device == "cpu"
-            )
+            runs = measurements.runs(v, p, range(1, repeats + 1))
+            samples.append(plan_samples(plan, runs, on_cpu=setup.device == "cpu"))
             if v == 0:
                 metered += [(plan, run) for run in measurements.runs(v, p, [0])]
-    forward, backward = (
-        fit_pass(groups[False], groups[True], kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    )
     ratios = memory_ratios(metered, formula(setup, setup.stage_layers))
+    profile = fit_samples(setup, stage_layers, samples, ratios, measurements.parts.get("messages", ()))
+    return dataclasses.replace(profile, optimizer_seconds=tuple(measurements.parts["optimizer"]))
+
+
+def fit_samples(
+    setup: Setup,
+    stage_layers: Sequence[int],
+    samples: Sequence[Sequence[Sample]],
+    ratios: MemoryRatios,
+    message_seconds: Sequence[float],
+) -> Profile:
+    """Fit a cost model to the ``samples`` of every plan, judged by every fifth plan.
+
+    ``message_seconds`` are those of ``MESSAGE_TOKENS``; empty if there is one stage. Raises ``ValueError``.
+    """
+    kept = [sample for p, part in enumerate(samples) if p % HELD_OUT for sample in part]
+    held_out = [sample for part in samples[::HELD_OUT] for sample in part]
+    forward, backward = (fit_pass(kept, held_out, kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
     base = formula(setup, stage_layers)
     link = Link()
-    if "messages" in measurements.parts:
-        sizes = [base.memory.message * count for count in MESSAGE_TOKENS]
-        link = fit_link(sizes, measurements.parts["messages"])
+    if message_seconds:
+        link = fit_link([base.memory.message * count for count in MESSAGE_TOKENS], message_seconds)
     cost = dataclasses.replace(
         base,
         forward=forward.time,
@@ -188,7 +200,7 @@ def fit_profile(
         name=f"{setup.config.model_type} on {setup.device}",
         source=_source(setup, forward, backward),
     )
-    return Profile(cost, forward, backward, ratios, tuple(measurements.parts["optimizer"]))
+    return Profile(cost, forward, backward, ratios)
 
 
 def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
@@ -232,4 +244,5 @@ def quality_lines(profile: Profile) -> Iterator[str]:
     link = profile.cost.message
     if link.seconds_per_byte:
         yield f"messages: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"
-    yield "optimizer step: " + ", ".join(f"{seconds * 1e3:.1f} ms" for seconds in profile.optimizer_seconds)
+    if profile.optimizer_seconds:
+        yield "optimizer step: " + ", ".join(f"{seconds * 1e3:.1f} ms" for seconds in profile.optimizer_seconds)

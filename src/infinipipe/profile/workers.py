@@ -26,6 +26,9 @@ from infinipipe.runtime import (
     pair_groups,
 )
 
+MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
+"""Sizes of the messages that are timed."""
+
 
 @dataclass(frozen=True)
 class Setup:
