@@ -103,11 +103,12 @@ class StageMemory:
         return np.where(own >= self.layers, self.full - others, self.kept - freed)
 
     def least(self) -> float:
-        """The least peak that any recompute reaches."""
+        """The peak with everything recomputed, the least that a plan can count on."""
         if not len(self.kept):
             return 0.0
-        everything = np.full(len(self.saving), self.layers)
-        return float(self.curve(everything).max())
+        freed = self.freed(np.full(len(self.saving), self.layers))
+        own = self.layers * self.saving[self.positions.chunk]
+        return float(np.maximum(self.kept - freed, self.full - freed + own).max())
 
 
 def stage_memories(

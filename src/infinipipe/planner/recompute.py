@@ -150,10 +150,7 @@ def _implied(memory: StageMemory) -> NDArray[np.bool_]:
 
 
 def aggregated_bound(problem: RecomputeProblem) -> float:
-    """A quick lower bound of the objective: one fractional knapsack from the sum of all windows of each length class.
-
-    It is the optimum of the relaxation that keeps only the sum of all windows.
-    """
+    """A quick lower bound of the objective: the fractional knapsack that is left if only the sum of all windows must hold."""
     rows = problem.rows
     if not rows.num_rows:
         return 0.0
