@@ -83,11 +83,11 @@ class ElasticSearch:
         self._chunks: dict[tuple[float, Style, float], tuple[Chunk, ...] | None] = {}
 
     def run(self) -> Found:
-        """Descend over slices, then over everything else from the best, then over slices again."""
+        """Descend over slices, then climb from the best of them, from several starts if chunks are few."""
         problem = self.problem
         numbers = self.slice_numbers()
         roomy = problem.settings.memory_budget is None
-        best = Choice(1.0, "mesh", 1.0, SCHEDULES[0 if roomy else 1])
+        best = self.usual(Choice(1.0, "mesh", 1.0, SCHEDULES[0 if roomy else 1]))
         ranked = descend(numbers, lambda number: self.try_slices(best, number), problem.limits)
         if not ranked:
             return self.leanest()
@@ -99,12 +99,18 @@ class ElasticSearch:
 
     def climb(self, start: Choice, numbers: list[float]) -> None:
         """Change one thing at a time for as long as that shortens the step."""
-        best, before = start, None
+        best, before = self.usual(start), None
         while best != before and self.allowed(best):
             before = best
-            for choice in (*best.neighbours(), *self.beside(best, numbers)):
+            for choice in map(self.usual, (*best.neighbours(), *self.beside(best, numbers))):
                 if self.allowed(choice) and self.try_choice(choice) < self.try_choice(best):
                     best = choice
+
+    def usual(self, choice: Choice) -> Choice:
+        """The one spelling of choices that a schedule named in the settings makes equal."""
+        return (
+            choice if self.problem.settings.schedule == "auto" else dataclasses.replace(choice, schedule=SCHEDULES[0])
+        )
 
     def allowed(self, choice: Choice) -> bool:
         """Whether the choice was tried or may be."""
