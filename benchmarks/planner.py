@@ -139,9 +139,8 @@ def geometric(values: Iterable[float]) -> float:
     return math.exp(mean(math.log(value) for value in values if not math.isnan(value)))
 
 
-def compare_planners(*, quick: bool, seeds: int) -> dict[str, object]:
-    """Print a line per cell and planner; returns the figures by kind of cell."""
-    planners = MAIN if quick else (*PLANNERS, *UNPIPED)
+def compare_planners(planners: Sequence[str], *, quick: bool, seeds: int) -> dict[str, object]:
+    """Print a line per cell and planner, ``MAIN`` among them; returns the figures by kind of cell."""
     by_kind: dict[str, list[dict[str, Outcome]]] = {}
     plan_seconds: list[float] = []
     for cell in cells(quick=quick):
@@ -175,8 +174,8 @@ def compare_planners(*, quick: bool, seeds: int) -> dict[str, object]:
             entry[f"speedup_vs_{key}"] = geometric(r[name].seconds / r["elastic"].seconds for r in results)
         paper = mean(r["elastic-paper"].over_ideal - 1 for r in results)
         entry["excess_over_paper_excess"] = mean(o.over_ideal - 1 for o in elastic) / paper
-        if not quick and kind != "free":
-            for name in UNPIPED:
+        for name in UNPIPED:
+            if name in planners and kind != "free":
                 entry[f"speedup_vs_{name}"] = geometric(r[name].seconds / r["elastic"].seconds for r in results)
         figures[kind] = {key: round(value, 4) for key, value in entry.items()}
     return figures
@@ -332,12 +331,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cells and planners, under 50 seconds")
     parser.add_argument("--seeds", type=int, default=1, help="batches per cell (1)")
     parser.add_argument("--random", type=int, help="random inputs of elastic against elastic-paper (30, else 1000)")
+    parser.add_argument("--planners", nargs="+", choices=(*PLANNERS, *UNPIPED), help="planners beside the main ones")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (everything)")
     options = parser.parse_args(arguments)
     quick = options.quick
     figures: dict[str, object] = {}
     if "planners" in options.parts:
-        figures |= compare_planners(quick=quick, seeds=options.seeds)
+        chosen = options.planners or ([] if quick else [*PLANNERS, *UNPIPED])
+        figures |= compare_planners(list(dict.fromkeys([*MAIN, *chosen])), quick=quick, seeds=options.seeds)
         resident = figures["resident"]
         assert isinstance(resident, dict)
         figures = {name: resident[name] for name in HEADLINES} | figures
