@@ -44,7 +44,7 @@ def test_file_and_defaults(config: Path) -> None:
     settings = read(config)
     assert settings.model.config == {"model_type": "llama", "hidden_size": 64}
     assert settings.data.files == ["a.txt"]
-    assert (settings.data.sequences_per_step, settings.parallel.stages, settings.num_workers) == (3, 2, 2)
+    assert (settings.data.sequences_per_step, settings.parallel.stages, settings.parallel.num_processes) == (3, 2, 2)
     assert settings.optimizer.betas == (0.9, 0.95)
 
 

@@ -13,33 +13,41 @@ from jsonargparse import ArgumentParser
 
 from infinipipe.settings import SettingError
 from infinipipe.train.launch import launch
+from infinipipe.train.lock import OutputLock
 from infinipipe.train.place import Place, find_place, set_rendezvous
 from infinipipe.train.report import run_reported
 from infinipipe.train.settings import Settings
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train: start workers on this machine, or be one of those that torchrun or SLURM has started."""
+    """Train: start workers on this machine, or be one of those that torchrun or SLURM has started.
+
+    Returns 0 for a finished run, 3 for one that was asked to stop and can be resumed, 1 for a failure, 130 if interrupted at once.
+    """
     settings, text = read_settings(arguments)
     place = find_place(os.environ)
     if place is not None:
         return run_reported(lambda: _work(settings, text, place), place.rank)
     command = [sys.executable, "-m", "infinipipe.cli.main", "train", *arguments]
-    logs = Path(settings.train.output) / "logs"
-    return launch(command, settings.num_workers, logs, name=lambda rank: f"rank {rank} (stage {rank})")
+    output, parallel = Path(settings.train.output), settings.parallel
+    lock = OutputLock(output)
+    try:
+        return launch(
+            command, parallel.num_processes, output / "logs", name=parallel.name_of, inherited=[lock.descriptor]
+        )
+    finally:
+        lock.release()
 
 
 def _work(settings: Settings, text: str, place: Place) -> int:
-    if place.world_size != settings.num_workers:
+    if place.world_size != settings.parallel.num_processes:
         raise SettingError(
-            f"parallel.stages is {settings.parallel.stages}, which takes {settings.num_workers} processes, but "
-            f"{place.starter} has started {place.world_size}; change one of them"
+            f"{settings.parallel.describe()}, but {place.starter} has started {place.world_size}; change one of them"
         )
     set_rendezvous(os.environ, place)
     from infinipipe.train.loop import train
 
-    train(settings, place, settings_text=text)
-    return 0
+    return train(settings, place, settings_text=text)
 
 
 def settings_parser(mode: str = "yaml") -> ArgumentParser:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -60,9 +61,11 @@ class StepResult:
 
     Attributes:
         loss_sum: sum of the losses of this process's tokens; 0 on all stages but the last.
+        not_finite: chunks whose loss is not a finite number.
     """
 
     loss_sum: float = 0.0
+    not_finite: list[Chunk] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class Executor:
         parameters: where its gradients accumulate.
         loss_block_tokens: tokens whose logits exist at once on the last stage.
         shard: this process's share of every chunk under sequence parallelism.
+        announce: told, in words, what the stage does next.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Executor:
         *,
         loss_block_tokens: int = 1024,
         shard: SequenceShard | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         if loss_block_tokens < 1:
             raise ValueError(f"train.loss_block_tokens is {loss_block_tokens}; it must be at least 1")
@@ -101,6 +106,7 @@ class Executor:
         self._transport = transport
         self._loss_block_tokens = loss_block_tokens
         self._shard = shard
+        self._announce = announce
         self._store = KVStore()
 
     def step(self, replica: ReplicaPlan, batch: Batch, *, recorder: Recorder | None = None) -> StepResult:
@@ -122,6 +128,7 @@ class Executor:
         with torch.no_grad():
             for incoming in self.iterate(forwards_only(replica), batch, result):
                 incoming.wait()
+        self.parameters.end_forwards()
         return result
 
     def iterate(
@@ -143,7 +150,12 @@ class Executor:
                         if recorder is not None:
                             recorder.asks()
                         if run.awaits(action.kind):
+                            self._say(f"waiting for the input of {action}")
                             yield run.incoming[run.direction(action.kind)][0][1]
+                        self._say(
+                            f"{action}, {_NAMES[action.kind]} of a chunk of "
+                            f"{replica.chunks[action.chunk].num_tokens} tokens"
+                        )
                         if recorder is not None:
                             recorder.starts()
                         if action.kind == ActionKind.FORWARD:
@@ -155,10 +167,18 @@ class Executor:
                             run.backward(action.chunk)
                         if recorder is not None:
                             recorder.ends(action)
+            self._say("waiting for what it sent to arrive")
             self._transport.finish()
             self._store.check_empty()
         finally:
             self._store.clear()
+
+    def _say(self, action: str) -> None:
+        if self._announce is not None:
+            self._announce(action)
+
+
+_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
 
 
 def forwards_only(replica: ReplicaPlan) -> ReplicaPlan:
@@ -221,7 +241,10 @@ class _Run:
         target = self._target(context, learning=learning) if stage.is_last else None
         output = stage(inputs, context, self._recompute[number] if learning else 0, target)
         if stage.is_last:
-            self._result.loss_sum += float(output.detach())
+            loss = float(output.detach())
+            self._result.loss_sum += loss
+            if not math.isfinite(loss):
+                self._result.not_finite.append(chunk)
         else:
             self.outputs[Direction.FORWARD, number] = output.detach().view(-1, stage.hidden_size)
         if learning:

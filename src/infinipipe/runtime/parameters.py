@@ -57,6 +57,9 @@ class Parameters:
     def begin_last_backward(self) -> None:
         """Called before the last backward of a step."""
 
+    def end_forwards(self) -> None:
+        """Called after forwards that no backward follows."""
+
     def collect(self) -> None:
         """Add the gradients that a backward left on lower-precision copies to their masters' and drop them."""
         for name, parameter in self._compute.items():

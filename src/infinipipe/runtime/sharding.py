@@ -90,6 +90,10 @@ class ShardedParameters(Parameters):
             module.set_reshard_after_backward(last or self._release, recurse=False)
             module.set_is_last_backward(last)
 
+    def end_forwards(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
     def collect(self) -> None:
         """Nothing to do: gradients stay with the sharding until the last backward reduces them."""
 

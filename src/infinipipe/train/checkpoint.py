@@ -1,56 +1,172 @@
-"""The Hugging Face checkpoint at the end of a run: every stage writes its own shard."""
+"""Checkpoints to resume from, written and read by all processes with ``torch.distributed.checkpoint``.
+
+Tensors are stored under Hugging Face's parameter names, whole in meaning and sharded on disk, so that any layout reads what any
+other wrote. A weight that embedding and head share is stored once, under the embedding's name.
+"""
 
 from __future__ import annotations
 
-import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from infinipipe.model import Stage
-from infinipipe.model.weights import write_index, write_shard
-from infinipipe.runtime import Parameters
+from infinipipe.runtime import Mesh, Parameters
+from infinipipe.runtime.mesh import DIMENSIONS
 from infinipipe.train.job import Job
+from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, file_sizes, read_manifest
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(
-    directory: Path,
-    job: Job,
-    stage: Stage,
-    parameters: Parameters,
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """Write weights, configuration and tokenizer so that ``from_pretrained`` loads them; ``tokenizer`` is rank 0's.
+class Checkpoints:
+    """Writes and reads the state of one process, together with all others of the job.
 
-    Master weights are written. ``directory`` is replaced at the end, when all shards are there.
+    Args:
+        folder: where the checkpoints are.
+        background: whether training goes on while one is written.
     """
-    beside = directory.with_name(directory.name + ".tmp")
-    if job.is_first:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    job.on_first(lambda: None)
-    tensors = _tensors(stage, parameters)
-    sizes = job.gather_objects(write_shard(tensors, beside, stage.index, stage.num_stages))
-    if job.is_first:
-        assert tokenizer is not None
-        write_index(sizes, beside)
-        config.architectures = [type(stage.model).__name__]
-        config.dtype = next(parameters.named())[1].dtype
-        config.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        shutil.rmtree(directory, ignore_errors=True)
-        beside.rename(directory)
-    job.on_first(lambda: None)
 
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        job: Job,
+        mesh: Mesh,
+        stage: Stage,
+        parameters: Parameters,
+        optimizer: torch.optim.Optimizer,
+        *,
+        background: bool,
+    ) -> None:
+        self._folder = folder
+        self._job = job
+        self._stage = stage
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._copies = background
+        self._devices = mesh.devices
+        if mesh.sharding() is not None and job.device.type != "cpu":
+            self._devices = DeviceMesh("cpu", mesh.layout.ranks(), mesh_dim_names=DIMENSIONS)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[Path | None]] | None = None
 
-def _tensors(stage: Stage, parameters: Parameters) -> dict[str, Tensor]:
-    """The stage's master weights and persistent buffers; a tied head is in the first stage's shard alone."""
-    tensors: dict[str, Tensor] = dict(parameters.named())
-    buffers = dict(stage.model.named_buffers())
-    tensors |= {name: tensor for name, tensor in stage.model.state_dict().items() if name in buffers}
-    if stage.is_last and not stage.is_first and stage.tied_parameter is not None:
-        head = next(name for name, p in stage.model.named_parameters() if p is stage.tied_parameter)
-        del tensors[head]
-    return tensors
+    def save(self, manifest: Manifest | None) -> str | None:
+        """Begin to write the checkpoint of the step that rank 0's ``manifest`` names; without files listed in it.
+
+        Returns why none could be begun, or why the one before failed, if so; the state in memory is untouched either way.
+        """
+        failure = self.finish()
+        step, folder, refusal = self._job.on_first(lambda: self._begin(manifest))
+        if refusal is not None:
+            return refusal
+        assert folder is not None
+        state = {name: self._snapshot(tensor) for name, tensor in self._state().items()}
+        self._pending = (step, self._thread.submit(self._write, folder, state, manifest))
+        return failure if self._copies else self.finish()
+
+    def _begin(self, manifest: Manifest | None) -> tuple[int, Path | None, str | None]:
+        assert manifest is not None, "rank 0 has the manifest"
+        try:
+            return manifest.step, self._folder.begin(manifest.step), None
+        except OSError as error:
+            return manifest.step, None, self._refusal(manifest.step, error)
+
+    def _write(self, folder: Path, state: dict[str, Tensor], manifest: Manifest | None) -> Path | None:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self._job.background)
+        if manifest is None:
+            return None
+        return self._folder.commit(folder, replace(manifest, files=file_sizes(folder)))
+
+    def poll(self) -> str | None:
+        """Why the checkpoint that was being written failed, if it has; on rank 0, which alone knows."""
+        return self.finish() if self._pending is not None and self._pending[1].done() else None
+
+    def finish(self) -> str | None:
+        """Wait until the checkpoint is written; why it failed, if so, on rank 0, which alone knows."""
+        if self._pending is None:
+            return None
+        step, future = self._pending
+        self._pending = None
+        error = future.exception()
+        if error is None or not self._job.is_first:
+            return None
+        self._folder.clean()
+        return self._refusal(step, error)
+
+    def _refusal(self, step: int, error: BaseException) -> str:
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]
+        newest = self._folder.newest()
+        behind = "there is none before it" if newest is None else f"that of step {newest[1].step} is still there"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return f"the checkpoint of step {step} could not be written to {self._folder.path}: {reason}; {behind}"
+
+    def load(self, path: Path) -> None:
+        """Read the state of weights, optimizer and random numbers, whatever layout wrote it. Raises ``CheckpointError``."""
+        for _, parameter in self._parameters.named():
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            }
+        state = self._state()
+        if self._tied_copy is not None:
+            self._add(state, *self._tied_copy)
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._job.background)
+        except (CheckpointException, RuntimeError, OSError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {' '.join(str(error).split())}") from None
+        step = self._job.on_first(lambda: read_manifest(path).step)
+        for _, parameter in self._parameters.named():
+            self._optimizer.state[parameter]["step"].fill_(step)
+        torch.set_rng_state(state["rng"])
+        self._parameters.publish()
+
+    @property
+    def _tied_copy(self) -> tuple[str, torch.nn.Parameter] | None:
+        """The last stage's copy of the embedding's weight, and the embedding's name for it."""
+        stage = self._stage
+        if stage.is_first or stage.tied_parameter is None:
+            return None
+        copy = next(name for name, p in stage.model.named_parameters() if p is stage.tied_parameter)
+        sources: dict[str, str] = stage.model._tied_weights_keys
+        return sources[copy], dict(self._parameters.named())[copy]
+
+    def _state(self) -> dict[str, Tensor]:
+        """All of this stage's tensors by name, but for a copy of another stage's weight."""
+        tied = None if self._tied_copy is None else self._tied_copy[1]
+        state: dict[str, Tensor] = {"rng": torch.get_rng_state()}
+        for name, parameter in self._parameters.named():
+            if parameter is not tied:
+                self._add(state, name, parameter)
+        persistent = self._stage.model.state_dict()
+        for name, buffer in self._stage.model.named_buffers():
+            if name in persistent:
+                state[f"buffer.{name}"] = buffer
+        return state
+
+    def _add(self, state: dict[str, Tensor], name: str, parameter: torch.nn.Parameter) -> None:
+        state[f"model.{name}"] = parameter.detach()
+        for moment in MOMENTS:
+            state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+
+    def _snapshot(self, tensor: Tensor) -> Tensor:
+        """The tensor on the CPU, a copy if training goes on."""
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        host = own.cpu()
+        if self._copies and host.data_ptr() == own.data_ptr():
+            host = host.clone()
+        if not isinstance(tensor, DTensor):
+            return host
+        names = tensor.device_mesh.mesh_dim_names
+        assert names is not None
+        mesh = self._devices[names[0]] if len(names) == 1 else self._devices[names]
+        return DTensor.from_local(
+            host, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )

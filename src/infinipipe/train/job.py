@@ -18,6 +18,9 @@ from infinipipe.train.place import Place
 from infinipipe.train.report import StoppedElsewhereError
 from infinipipe.train.settings import ParallelSettings
 
+PATIENCE = timedelta(days=1)
+"""How long a process waits for another; a hang ends the job sooner, see :mod:`infinipipe.train.progress`."""
+
 T = TypeVar("T")
 
 
@@ -30,12 +33,14 @@ class Job:
         world_size: processes of the job.
         device: where it computes.
         control: the communicator for what the processes tell each other outside of steps, over CPUs.
+        background: another for what goes on beside the steps.
     """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    background: dist.ProcessGroup
 
     @classmethod
     def start(cls, place: Place, settings: ParallelSettings) -> Job:
@@ -50,9 +55,16 @@ class Job:
             backend,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=settings.timeout),
+            timeout=PATIENCE,
         )
-        return cls(place.rank, place.world_size, device, dist.new_group(backend="gloo"))
+        return cls.among(range(place.world_size), device)
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], device: torch.device) -> Job:
+        """The job of the first processes of those that have met already. A collective of all of them, members or not."""
+        control = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+        background = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+        return cls(dist.get_rank(), len(ranks), device, control, background)
 
     @property
     def is_first(self) -> bool:

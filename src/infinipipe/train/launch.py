@@ -15,7 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
+from infinipipe.train.interrupt import STOPPED
+from infinipipe.train.progress import state_path
 from infinipipe.train.report import REPORTS, Report, read_report, report_path
 
 GRACE_SECONDS = 3.0
@@ -37,9 +41,16 @@ class Failure:
     def is_users(self) -> bool:
         return self.report is not None and self.report.is_users
 
+    @property
+    def culprit(self) -> int:
+        """The rank whose fault it was."""
+        return self.rank if self.report is None or self.report.about is None else self.report.about
+
     def describe(self, name: str, log: Path) -> str:
-        """One message for the terminal."""
+        """One message for the terminal; ``name`` and ``log`` are the culprit's."""
         if self.report is not None:
+            if self.report.about is not None:
+                return f"{name} {self.report.message}; all workers were stopped; see {log}"
             return self.report.message if self.is_users else f"{name} failed: {self.report.message}; see {log}"
         if self.code < 0:
             text = f"{name} was killed by signal {-self.code} ({signal.Signals(-self.code).name})"
@@ -60,35 +71,75 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=order)
 
 
-def launch(command: Sequence[str], num_workers: int, logs: Path, *, name: Callable[[int], str]) -> int:
+def launch(
+    command: Sequence[str],
+    num_workers: int,
+    logs: Path,
+    *,
+    name: Callable[[int], str],
+    inherited: Sequence[int] = (),
+) -> int:
     """Run ``command`` in ``num_workers`` processes until all are done; returns the exit code for the whole.
 
     Worker output goes to ``logs/rankN.log``, except standard output of rank 0, which stays on the terminal. If one fails, the
-    others are stopped and one message on standard error says which (``name(rank)``) and how. Ctrl-C stops all.
+    others are stopped and one message on standard error says which (``name(rank)``) and how. Ctrl-C and SIGTERM ask the workers
+    to stop, which a training run does after its step, with exit code ``STOPPED``; a second one stops them at once. ``inherited``
+    are file descriptors that the workers get.
     """
     logs.mkdir(parents=True, exist_ok=True)
     for rank in range(num_workers):
         report_path(logs, rank).unlink(missing_ok=True)
-    workers = [_start(command, rank, num_workers, port, logs) for port in [_free_port()] for rank in range(num_workers)]
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+        state_path(logs, rank).unlink(missing_ok=True)
+    port = _free_port()
+    workers = [_start(command, rank, num_workers, port, logs, inherited) for rank in range(num_workers)]
+    interruption = _Interruption(workers)
     try:
-        failures = _watch(workers, logs)
+        with interruption:
+            failures = _watch(workers, logs)
     except KeyboardInterrupt:
-        print("infinipipe: interrupted; the workers were stopped", file=sys.stderr)
-        return 130
+        failures = []
     finally:
         _stop(workers)
-        signal.signal(signal.SIGTERM, previous)
+    if interruption.asked and all(worker.returncode == STOPPED for worker in workers):
+        return STOPPED
+    own_words = [failure for failure in failures if failure.report is not None]
+    if interruption.asked and not own_words:
+        print("infinipipe: interrupted; the workers were stopped", file=sys.stderr)
+        return 130
     if not failures:
         return 0
     cause = root_cause(failures)
-    message = cause.describe(name(cause.rank), logs / f"rank{cause.rank}.log")
+    message = cause.describe(name(cause.culprit), logs / f"rank{cause.culprit}.log")
     print(f"infinipipe: error: {message}", file=sys.stderr)
     return 2 if cause.is_users else 1
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+class _Interruption:
+    """Passes the first SIGINT or SIGTERM on to the workers; the second raises ``KeyboardInterrupt``."""
+
+    def __init__(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.asked = False
+        self._workers = workers
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def _handle(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        for worker in self._workers:
+            if worker.poll() is None:
+                worker.terminate()
+
+    def __enter__(self) -> _Interruption:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def _free_port() -> int:
@@ -102,7 +153,9 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _start(command: Sequence[str], rank: int, num_workers: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], rank: int, num_workers: int, port: int, logs: Path, inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -121,6 +174,7 @@ def _start(command: Sequence[str], rank: int, num_workers: int, port: int, logs:
             stdout=None if rank == 0 else log,
             stderr=log,
             start_new_session=True,
+            pass_fds=inherited,
         )
 
 
@@ -131,13 +185,13 @@ def _watch(workers: Sequence[subprocess.Popen[bytes]], logs: Path) -> list[Failu
         codes = [worker.poll() for worker in workers]
         if None not in codes:
             break
-        if deadline == float("inf") and any(codes):
+        if deadline == float("inf") and any(code not in (None, 0, STOPPED) for code in codes):
             deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
     return [
         Failure(rank, worker.returncode, read_report(logs, rank))
         for rank, worker in enumerate(workers)
-        if worker.poll() not in (None, 0)
+        if worker.poll() not in (None, 0, STOPPED)
     ]
 
 

@@ -56,6 +56,9 @@ class StepRecord:
         peak_bytes: most live activation bytes of every stage.
         plan: what it was made of.
         plan_hash: of the plan.
+        planning_seconds: what making the plan took.
+        plan_wait_seconds: how long the step waited for it.
+        plan_late: whether a quick plan took the place of one that did not come in time.
     """
 
     step: int
@@ -67,6 +70,9 @@ class StepRecord:
     peak_bytes: list[int]
     plan: PlanSummary
     plan_hash: str
+    planning_seconds: float = 0.0
+    plan_wait_seconds: float = 0.0
+    plan_late: bool = False
 
     def line(self, num_steps: int) -> str:
         """The step in one line."""
@@ -79,12 +85,20 @@ class StepRecord:
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl`` and ``tensorboard/`` in ``folder``; those of an earlier run there are replaced or hidden."""
+    """Writes ``metrics.jsonl`` and ``tensorboard/`` in ``folder``.
 
-    def __init__(self, folder: Path) -> None:
+    What is there of the first ``after_step`` steps stays; what an earlier run did after them is replaced or hidden.
+    """
+
+    def __init__(self, folder: Path, *, after_step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=0)
+        path = folder / "metrics.jsonl"
+        kept = _records_until(path, after_step)
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(kept))
+        beside.replace(path)
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else 0)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -104,6 +118,8 @@ class MetricsWriter:
             "gradient_norm": record.gradient_norm,
             "learning_rate": record.learning_rate,
             "most_slices": record.plan.most_slices,
+            "planning_seconds": record.planning_seconds,
+            "plan_wait_seconds": record.plan_wait_seconds,
         }
         scalars |= {f"peak_bytes/stage{stage}": peak for stage, peak in enumerate(record.peak_bytes)}
         for name, value in scalars.items():
@@ -117,3 +133,11 @@ class MetricsWriter:
     def _write(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+
+def _records_until(path: Path, step: int) -> list[str]:
+    """The whole lines of a metrics file that are about the first ``step`` steps."""
+    if step == 0 or not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] <= step]

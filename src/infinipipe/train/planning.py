@@ -15,10 +15,34 @@ from infinipipe.train.settings import Settings
 GIB = 2**30
 ADAMW_BYTES = 16
 """A float32 parameter with its gradient and two moments."""
+GRADIENT_BYTES = 4
+"""Gradients accumulate in float32 over a step."""
+
+
+def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of the model's states on one device of every stage, at the most of a step.
+
+    Where the processes of a stage share its states, each holds its part of them, all gradients until the step's last backward
+    and the gathered weights: all if they are kept, those of the largest part of the stage if they are released.
+    """
+    parallel = settings.parallel
+    itemsize: int = getattr(torch, settings.model.dtype).itemsize
+    if parallel.sequence_parallel * parallel.replicas == 1:
+        copies = itemsize if itemsize < GRADIENT_BYTES else 0
+        return state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies)
+    own = state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES, shards=parallel.sequence_parallel)
+    keeps = parallel.gather_policy == "keep"
+    whole = state_bytes(shape, stage_layers, bytes_per_parameter=GRADIENT_BYTES + (itemsize if keeps else 0))
+    gathered = 0 if keeps else max(shape.layer_weights, shape.embedding_weights) * itemsize
+    return tuple(mine + all_of_it + gathered for mine, all_of_it in zip(own, whole, strict=True))
 
 
 class StepPlanner:
-    """Plans every step on a cost model that follows from the model's shape.
+    """Plans steps on a cost model that follows from the model's shape.
+
+    Attributes:
+        cost: that model.
+        settings: the planner's settings.
 
     Raises ``ValueError`` for settings that the planner refuses, and for a model whose shape it cannot read.
     """
@@ -27,17 +51,17 @@ class StepPlanner:
         plan = settings.plan
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         shape = ModelShape.from_config(config.to_dict())
-        copies = dtype.itemsize if dtype != torch.float32 else 0
-        self._cost = flop_cost(
+        self.cost = flop_cost(
             shape,
             stage_layers,
             element_bytes=dtype.itemsize,
             flops_per_second=plan.flops_per_second,
             chunk_seconds=plan.chunk_seconds,
-            states=state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies),
+            sequence_parallel=settings.parallel.sequence_parallel,
+            states=states_of(settings, shape, stage_layers),
             block_tokens=settings.train.loss_block_tokens,
         )
-        self._settings = PlannerSettings(
+        self.settings = PlannerSettings(
             planner=plan.planner,
             memory_budget=round(plan.memory_budget * GIB) or None,
             token_capacity=plan.token_capacity or None,
@@ -45,10 +69,11 @@ class StepPlanner:
             num_slices=plan.num_slices or None,
             recompute=plan.recompute,
             schedule=plan.schedule,
+            replicas=settings.parallel.replicas,
         )
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """The plan of a step over sequences of ``lengths`` tokens, proved valid. Raises ``PlanError``."""
-        plan = plan_step(lengths, self._cost, self._settings)
+        plan = plan_step(lengths, self.cost, self.settings)
         plan.validate()
         return plan

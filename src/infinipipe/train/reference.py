@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.model import build_stage
-from infinipipe.runtime import Batch
-from infinipipe.train.loop import global_batches
+from infinipipe.train.feed import draw
 from infinipipe.train.model import model_config
 from infinipipe.train.settings import Settings
 from infinipipe.verify.reference import plain_model, reference_step
@@ -23,7 +21,7 @@ def plain_losses(settings: Settings, num_steps: int) -> list[float]:
     """
     torch.set_num_threads(settings.parallel.threads)
     corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
-    batches: Iterator[Batch] = global_batches(corpus.train, settings)
+    batches = draw(corpus.train, settings)
     config = model_config(settings.model, len(corpus.tokenizer))
     model_path = settings.model.path if settings.model.weights == "load" else None
     whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=model_path)
@@ -48,7 +46,7 @@ def plain_losses(settings: Settings, num_steps: int) -> list[float]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     losses = []
     for _ in range(num_steps):
-        loss, _ = reference_step(model, next(batches))
+        loss, _ = reference_step(model, next(batches).batch)
         losses.append(loss)
         if chosen.max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_norm)

@@ -22,11 +22,15 @@ class StoppedElsewhereError(Exception):
 
 @dataclass(frozen=True)
 class Report:
-    """The error that ended a worker: its message, whether the user can mend it, and when it was."""
+    """The error that ended a worker: its message, whether the user can mend it, and when it was.
+
+    ``about`` is the rank of another process whose fault it was.
+    """
 
     message: str
     is_users: bool
     time: float
+    about: int | None = None
 
 
 def report_path(folder: Path, rank: int) -> Path:
@@ -39,6 +43,14 @@ def read_report(folder: Path, rank: int) -> Report | None:
         return Report(**json.loads(report_path(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def write_report(folder: Path, rank: int, report: Report) -> None:
+    """Leave a report for the launcher."""
+    path = report_path(folder, rank)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(asdict(report)))
+    beside.replace(path)
 
 
 def run_reported(work: Callable[[], int], rank: int) -> int:
@@ -62,10 +74,7 @@ def run_reported(work: Callable[[], int], rank: int) -> int:
         else:
             traceback.print_exc()
         if folder is not None:
-            path = report_path(Path(folder), rank)
-            beside = path.with_suffix(".tmp")
-            beside.write_text(json.dumps(asdict(Report(message, is_users, time.time()))))
-            beside.replace(path)
+            write_report(Path(folder), rank, Report(message, is_users, time.time()))
         return 2 if is_users else 1
 
 

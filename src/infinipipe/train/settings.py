@@ -48,6 +48,8 @@ class PlanSettings:
         recompute: layers of every stage that are computed again in backward: none, all, a number, or auto, which takes what the budget asks for
         flops_per_second: what one device reaches, for the planner's estimate of time
         chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
+        ahead: steps that are planned ahead, in a process beside the training; 0 plans each step on the spot
+        patience: seconds that a step waits for its plan before a quick one takes its place; 0 waits as long as it takes, so that equal runs have equal plans
     """
 
     planner: str = "elastic"
@@ -59,6 +61,8 @@ class PlanSettings:
     recompute: Literal["auto", "none", "all"] | int = "auto"
     flops_per_second: float = 5e10
     chunk_seconds: float = 0.02
+    ahead: int = 1
+    patience: float = 0.0
 
     def __post_init__(self) -> None:
         require_range("plan.max_slices", self.max_slices, at_least=1)
@@ -67,6 +71,8 @@ class PlanSettings:
         require_range("plan.memory_budget", self.memory_budget, at_least=0)
         require_above("plan.flops_per_second", self.flops_per_second, 0)
         require_range("plan.chunk_seconds", self.chunk_seconds, at_least=0)
+        require_range("plan.ahead", self.ahead, at_least=0)
+        require_range("plan.patience", self.patience, at_least=0)
         if not isinstance(self.recompute, str):
             require_range("plan.recompute", self.recompute, at_least=0)
 
@@ -76,23 +82,63 @@ class ParallelSettings:
     """Processes and what each is given.
 
     Attributes:
-        stages: pipeline stages, one process each
+        stages: pipeline stages
+        sequence_parallel: processes that share the tokens and the states of every stage
+        replicas: data-parallel copies of the pipeline, among which each step's sequences are divided
+        mesh_order: from what ranks far apart differ in to what neighbouring ranks do, which are of one machine
+        gather_policy: whether parameters that processes share stay gathered through a step, or are released after each use
         stage_layers: decoder layers of every stage; even if not given
         device: auto takes CUDA where there is a device for every process, else the CPU
         threads: of each process on the CPU
-        timeout: seconds that a process waits for another before it gives up
     """
 
     stages: int = 1
+    sequence_parallel: int = 1
+    replicas: int = 1
+    mesh_order: list[Literal["replica", "stage", "sequence"]] = field(
+        default_factory=lambda: ["replica", "stage", "sequence"]
+    )
+    gather_policy: Literal["keep", "release"] = "keep"
     stage_layers: list[int] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
-    timeout: int = 3600
 
     def __post_init__(self) -> None:
-        require_range("parallel.stages", self.stages, at_least=1)
-        require_range("parallel.threads", self.threads, at_least=1)
-        require_range("parallel.timeout", self.timeout, at_least=1)
+        for name in ("stages", "sequence_parallel", "replicas", "threads"):
+            require_range(f"parallel.{name}", getattr(self, name), at_least=1)
+        if sorted(self.mesh_order) != ["replica", "sequence", "stage"]:
+            raise SettingError(
+                f"parallel.mesh_order is {', '.join(self.mesh_order) or 'empty'}; it must name each of replica, stage and "
+                "sequence once"
+            )
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the job."""
+        return self.replicas * self.stages * self.sequence_parallel
+
+    def name_of(self, rank: int) -> str:
+        """A rank with its place, such as ``rank 3 (replica 1, stage 1)``; what there is only one of is left out."""
+        sizes: dict[str, int] = {"replica": self.replicas, "stage": self.stages, "sequence": self.sequence_parallel}
+        places: dict[str, int] = {}
+        rest = rank
+        for name in reversed(self.mesh_order):
+            rest, places[name] = divmod(rest, sizes[name])
+        shown = [f"{name} {places[name]}" for name in sizes if name == "stage" or sizes[name] > 1]
+        return f"rank {rank} ({', '.join(shown)})"
+
+    @property
+    def layout(self) -> str:
+        """The layout in words; what there is only one of is left out, stages excepted."""
+        sizes = [(self.replicas, "replicas"), (self.stages, "stages"), (self.sequence_parallel, "sequence-parallel")]
+        shown = [f"{size} {name}" for size, name in sizes if size > 1 or name == "stages"]
+        return " x ".join(shown).replace("1 stages", "1 stage")
+
+    def describe(self) -> str:
+        """The number of processes and where it comes from."""
+        sizes = [("stages", self.stages), ("sequence_parallel", self.sequence_parallel), ("replicas", self.replicas)]
+        given = " and ".join(f"parallel.{name} is {size}" for name, size in sizes if size > 1) or "parallel.stages is 1"
+        return f"{given}, which takes {self.num_processes} process{'es' * (self.num_processes > 1)}"
 
 
 @dataclass(frozen=True)
@@ -133,13 +179,18 @@ class TrainSettings:
     """The training loop.
 
     Attributes:
-        output: folder of the run: logs, metrics and at the end the Hugging Face checkpoint
+        output: folder of the run: logs, metrics, checkpoints and at the end the Hugging Face model
         steps: optimizer steps, over which the learning rate takes its course
-        stop_after: if above 0, the run ends after so many of them
+        stop_after: if above 0, the run ends after so many of them, counted from the first step of all
         seed: of random weights and of the order of sequences
         evaluate_every: steps between evaluations on held-out documents; 0 evaluates at the end only
         evaluate_sequences: held-out documents of an evaluation, the first ones of a fixed order
         loss_block_tokens: tokens whose logits exist at once on the last stage
+        checkpoint_every: steps between checkpoints to resume from, with another at the end; 0 saves only when the run is asked to stop
+        keep_checkpoints: how many of the newest are kept
+        checkpoint_mode: async goes on training while a checkpoint is written, sync waits for it
+        resume: auto goes on from the newest valid checkpoint in output, if there is one; never starts anew and sets earlier ones aside; else the path of a checkpoint
+        timeout: seconds without progress of any process after which the run ends
     """
 
     output: str = "runs/train"
@@ -149,6 +200,11 @@ class TrainSettings:
     evaluate_every: int = 0
     evaluate_sequences: int = 16
     loss_block_tokens: int = 1024
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    checkpoint_mode: Literal["async", "sync"] = "async"
+    resume: str = "auto"
+    timeout: float = 900.0
 
     def __post_init__(self) -> None:
         if not self.output:
@@ -159,6 +215,11 @@ class TrainSettings:
         require_range("train.evaluate_every", self.evaluate_every, at_least=0)
         require_range("train.evaluate_sequences", self.evaluate_sequences, at_least=1)
         require_range("train.loss_block_tokens", self.loss_block_tokens, at_least=1)
+        require_range("train.checkpoint_every", self.checkpoint_every, at_least=0)
+        require_range("train.keep_checkpoints", self.keep_checkpoints, at_least=1)
+        require_above("train.timeout", self.timeout, 0)
+        if not self.resume:
+            raise SettingError("train.resume is empty; give auto, never or the path of a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -182,8 +243,3 @@ class Settings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
-
-    @property
-    def num_workers(self) -> int:
-        """Processes of the run."""
-        return self.parallel.stages
