@@ -64,6 +64,7 @@ LAYOUTS = (
     Layout(replicas=2, stages=2, sequence=2),
     Layout(stages=2, sequence=4),
     Layout(stages=4, sequence=2),
+    Layout(sequence=8),
 )
 POLICIES: tuple[GatherPolicy, ...] = ("keep", "release")
 

@@ -4,7 +4,7 @@ from infinipipe.model.attention import ChunkContext
 from infinipipe.model.config import UnsupportedModelError, check_supported, load_config, split_layers, text_config
 from infinipipe.model.kv_store import KVStore
 from infinipipe.model.loss import IGNORE, LossHead, LossTarget, block_loss
-from infinipipe.model.sequence import SequenceShard, check_heads
+from infinipipe.model.sequence import SequenceShard, ulysses_degree
 from infinipipe.model.stage import Stage, build_stage
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "UnsupportedModelError",
     "block_loss",
     "build_stage",
-    "check_heads",
     "check_supported",
     "load_config",
     "split_layers",
     "text_config",
+    "ulysses_degree",
 ]

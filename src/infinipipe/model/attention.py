@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infinipipe.model.backends import AttentionBackend, get_backend
 from infinipipe.model.kv_store import KVStore
 from infinipipe.model.sequence import SequenceShard
-from infinipipe.plan import Chunk, Slice
+from infinipipe.plan import Chunk
 
 IMPLEMENTATION = "infinipipe"
 """The name under which the function is registered; it stands in ``config._attn_implementation``."""
@@ -47,11 +48,55 @@ class ChunkContext:
         return x if self.shard is None else self.shard.local(x, fill)
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What this process attends to in a chunk: queries of its block of tokens, keys of the whole chunk and its context.
+
+    Attributes:
+        border: the chunk's tokens before this one are its partial slice, the others are whole sequences.
+        queries: how many of the block's queries belong to the partial slice; they come first.
+        reach, stop: positions of the keys that those attend to.
+        q_lens, k_lens: queries and keys of the whole sequences that the block overlaps.
+        first, end: those keys' place among the chunk's tokens.
+    """
+
+    border: int
+    queries: int
+    reach: int
+    stop: int
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, context: ChunkContext, window: int | None) -> _Work:
+        piece, num_tokens = context.chunk.partial, context.chunk.num_tokens
+        low, high = (0, num_tokens) if context.shard is None else context.shard.block(num_tokens)
+        border = queries = reach = stop = 0
+        if piece is not None:
+            border = piece.num_tokens
+            queries = max(0, min(high, border) - low)
+            position = piece.start + min(low, border)
+            stop = position + queries
+            reach = 0 if window is None else max(0, position - window + 1)
+            reach = reach if queries else piece.start
+        q_lens, k_lens, first, end, place = [], [], None, border, border
+        for length in context.whole_lengths:
+            a, b = max(low, place), min(high, place + length)
+            if a < b:
+                q_lens.append(b - a)
+                k_lens.append(b - place)
+                first, end = place if first is None else first, b
+            place += length
+        return cls(border, queries, reach, stop, tuple(q_lens), tuple(k_lens), border if first is None else first, end)
+
+
 class _ContextAttention(torch.autograd.Function):
     """Attention of a chunk: its partial slice to the whole prefix of its sequence, every whole sequence to itself.
 
     Tokens come first: queries (tokens, heads, head size), keys and values (tokens, K/V heads, head size). Under sequence
-    parallelism they come and go as local tokens of all heads; what is computed and kept is all tokens of local heads.
+    parallelism they come and go as local tokens of all heads; what is computed and kept is a block of tokens of local heads.
     """
 
     @staticmethod
@@ -66,105 +111,101 @@ class _ContextAttention(torch.autograd.Function):
         window: int | None,
         backend: AttentionBackend,
     ) -> Tensor:
-        shard, copies = context.shard, 1
+        shard, piece, num_tokens = context.shard, context.chunk.partial, context.chunk.num_tokens
+        ctx.copies = 1 if shard is None else shard.kv_copies(k.shape[1])
         if shard is not None:
-            copies = shard.kv_copies(k.shape[1])
-            q, k, v = _to_local_heads(q, k, v, context.chunk.num_tokens, copies, shard)
-        piece, lengths = context.chunk.partial, context.whole_lengths
-        border = 0 if piece is None else piece.num_tokens
+            q, k, v = _to_local_heads(q, k, v, num_tokens, ctx.copies, shard)
+        work = _Work.of(context, window)
         results = []
         if piece is not None:
-            context.store.write(piece.sequence, layer, piece.length, piece.start, k[:border], v[:border])
-            reach = _reach(piece, window)
-            keys, values = context.store.read(piece.sequence, layer, reach, piece.stop)
-            results.append(
-                backend.forward(q[:border], keys, values, [border], [piece.stop - reach], scale=scale, window=window)
-            )
-        if lengths:
-            own = (q[border:], k[border:], v[border:])
-            results.append(backend.forward(*own, lengths, lengths, scale=scale, window=window))
-        out, lse = _join(results)
-        ctx.copies = copies
+            context.store.write(piece.sequence, layer, piece.length, piece.start, k[: work.border], v[: work.border])
+        if piece is not None and work.queries:
+            keys, values = context.store.read(piece.sequence, layer, work.reach, work.stop)
+            lens = [work.queries], [work.stop - work.reach]
+            results.append(backend.forward(q[: work.queries], keys, values, *lens, scale=scale, window=window))
+        ctx.kv_shape = k.shape[1:]
+        k, v = k[work.first : work.end], v[work.first : work.end]
+        if work.q_lens:
+            lens = work.q_lens, work.k_lens
+            results.append(backend.forward(q[work.queries :], k, v, *lens, scale=scale, window=window))
+        out, lse = _join(results, q)
         ctx.context, ctx.layer, ctx.scale, ctx.window, ctx.backend = context, layer, scale, window, backend
-        if piece is None:
-            ctx.save_for_backward(q, out, lse, k, v)
-        elif lengths:
-            ctx.save_for_backward(q, out, lse, k[border:].clone(), v[border:].clone())
-        else:
+        if not work.q_lens:
             ctx.save_for_backward(q, out, lse)
-        return out if shard is None else shard.to_tokens(out)
+        elif k.shape[0] == num_tokens:
+            ctx.save_for_backward(q, out, lse, k, v)
+        else:
+            ctx.save_for_backward(q, out, lse, k.clone(), v.clone())
+        return out if shard is None else shard.to_tokens(out, num_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         q, out, lse, *own = ctx.saved_tensors
         context: ChunkContext = ctx.context
-        shard = context.shard
+        shard, piece, num_tokens = context.shard, context.chunk.partial, context.chunk.num_tokens
         if shard is not None:
-            grad = shard.to_heads(grad, context.chunk.num_tokens)
-        scale, window, backend = ctx.scale, ctx.window, ctx.backend
-        piece, lengths = context.chunk.partial, context.whole_lengths
-        border = 0 if piece is None else piece.num_tokens
+            grad = shard.to_heads(grad, num_tokens)
+        options = {"scale": ctx.scale, "window": ctx.window}
+        work = _Work.of(context, ctx.window)
+        n = work.queries
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         if piece is not None:
-            reach = _reach(piece, window)
-            keys, values = context.store.read(piece.sequence, ctx.layer, reach, piece.stop)
-            dq, dk, dv = backend.backward(
-                grad[:border],
-                q[:border],
-                keys,
-                values,
-                out[:border],
-                lse[:, :border],
-                [border],
-                [piece.stop - reach],
-                scale=scale,
-                window=window,
-            )
-            context.store.settle(piece.sequence, ctx.layer, piece.start, reach, dk, dv)
-            parts.append((dq, dk[piece.start - reach :], dv[piece.start - reach :]))
-        if lengths:
-            parts.append(
-                backend.backward(
-                    grad[border:],
-                    q[border:],
-                    *own,
-                    out[border:],
-                    lse[:, border:],
-                    lengths,
-                    lengths,
-                    scale=scale,
-                    window=window,
-                )
-            )
+            base = min(work.reach, piece.start)
+            if n:
+                near = context.store.read(piece.sequence, ctx.layer, work.reach, work.stop)
+                lens = [n], [work.stop - work.reach]
+                result = ctx.backend.backward(grad[:n], q[:n], *near, out[:n], lse[:, :n], *lens, **options)
+                rows = work.reach - base, piece.stop - base
+                dq, dk, dv = result[0], *(_place(x, *rows) for x in result[1:])
+            else:
+                dq, dk, dv = q[:0], *(q.new_zeros(piece.num_tokens, *ctx.kv_shape) for _ in range(2))
+            context.store.settle(piece.sequence, ctx.layer, piece.start, base, dk, dv)
+            parts.append((dq, dk[piece.start - base :], dv[piece.start - base :]))
+        if work.q_lens:
+            lens = work.q_lens, work.k_lens
+            result = ctx.backend.backward(grad[n:], q[n:], *own, out[n:], lse[:, n:], *lens, **options)
+            rows = work.first - work.border, num_tokens - work.border
+            parts.append((result[0], _place(result[1], *rows), _place(result[2], *rows)))
+        elif context.whole_lengths:
+            zeros = q.new_zeros(num_tokens - work.border, *ctx.kv_shape)
+            parts.append((q[:0], zeros, zeros))
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         if shard is not None:
-            dq, dk, dv = shard.to_tokens(dq), _sum_copies(dk, ctx.copies, shard), _sum_copies(dv, ctx.copies, shard)
+            dq = shard.to_tokens(dq, num_tokens)
+            dk, dv = (_to_own_tokens(x, num_tokens, ctx.copies, shard) for x in (dk, dv))
         return dq, dk, dv, None, None, None, None, None
 
 
 def _to_local_heads(
     q: Tensor, k: Tensor, v: Tensor, num_tokens: int, copies: int, shard: SequenceShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Local tokens of all heads to all tokens of local heads; K/V heads too few for the group are repeated."""
+    """Local tokens of all heads to local heads: queries of the block, keys and values of all tokens.
+
+    K/V heads too few for the processes that share them are repeated.
+    """
     pair = torch.stack([k, v], dim=2).flatten(2).repeat_interleave(copies, dim=1)
-    k, v = shard.to_heads(pair, num_tokens).unflatten(2, (2, k.shape[2])).unbind(2)
+    pair = shard.gather_blocks(shard.to_heads(pair, num_tokens), num_tokens)
+    k, v = pair.unflatten(2, (2, k.shape[2])).unbind(2)
     return shard.to_heads(q, num_tokens), k.contiguous(), v.contiguous()
 
 
-def _sum_copies(grad: Tensor, copies: int, shard: SequenceShard) -> Tensor:
+def _to_own_tokens(grad: Tensor, num_tokens: int, copies: int, shard: SequenceShard) -> Tensor:
     """Gradients of all tokens of local, repeated K/V heads to those of local tokens of all heads."""
-    tokens = shard.to_tokens(grad)
+    tokens = shard.to_tokens(shard.scatter_blocks(grad), num_tokens)
     return tokens.unflatten(1, (-1, copies)).sum(2) if copies > 1 else tokens
 
 
-def _reach(piece: Slice, window: int | None) -> int:
-    """First token that a slice attends to."""
-    return 0 if window is None else max(0, piece.start - window + 1)
+def _place(x: Tensor, first: int, total: int) -> Tensor:
+    """``x`` as rows from ``first`` of ``total``, the others zero."""
+    after = total - first - x.shape[0]
+    return pad(x, [0, 0, 0, 0, first, after]) if first or after else x
 
 
-def _join(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _join(results: Sequence[tuple[Tensor, Tensor]], q: Tensor) -> tuple[Tensor, Tensor]:
+    if not results:
+        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))
     if len(results) == 1:
         return results[0]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from infinipipe.model import SequenceShard
+from infinipipe.model import SequenceShard, ulysses_degree
 from infinipipe.runtime.transport import PairGroups, ProcessGroupTransport, pair_groups
 
 Dimension = Literal["replica", "stage", "sequence"]
@@ -25,6 +25,8 @@ class Layout:
         replicas: data-parallel replicas (``d_r``).
         stages: pipeline stages (``d_p``).
         sequence: sequence-parallel degree inside a stage (``d_s``).
+        ulysses: how many of those processes exchange tokens for heads, consecutive ones; it divides ``sequence``, and the
+            number of heads. All, if 0; see :meth:`for_heads`.
         order: the dimensions from the outermost to the innermost: ranks that follow each other, which are of one node,
             differ in the last one.
     """
@@ -32,16 +34,25 @@ class Layout:
     replicas: int = 1
     stages: int = 1
     sequence: int = 1
+    ulysses: int = 0
     order: tuple[Dimension, ...] = DIMENSIONS
 
     def __post_init__(self) -> None:
         for name, size in (("replicas", self.replicas), ("stages", self.stages), ("sequence", self.sequence)):
             if size < 1:
                 raise ValueError(f"the layout has {size} {name}; it must be at least 1")
+        if self.ulysses and self.sequence % self.ulysses:
+            raise ValueError(
+                f"{self.ulysses} processes that share heads do not divide a sequence degree of {self.sequence}"
+            )
         if sorted(self.order) != sorted(DIMENSIONS):
             raise ValueError(
                 f"the order of the mesh is {', '.join(self.order)}; it must name each of {', '.join(DIMENSIONS)}"
             )
+
+    def for_heads(self, num_heads: int) -> Layout:
+        """The layout in which as many sequence-parallel processes share ``num_heads`` attention heads as can."""
+        return replace(self, ulysses=ulysses_degree(num_heads, self.sequence))
 
     @property
     def size(self) -> int:
@@ -86,9 +97,19 @@ class Mesh:
         self.replica, self.stage, self.sequence = (int(i) for i in (place[0] if self.is_member else (0, 0, 0)))
         self.pipeline: list[int] = ranks[self.replica, :, self.sequence].tolist()
         self.ends = ends.get((self.pipeline[0], self.pipeline[-1]))
-        self.shard: SequenceShard | None = None
-        if self.is_member and layout.sequence > 1:
-            self.shard = SequenceShard(self.devices.get_group("sequence"), self.sequence, layout.sequence)
+        self.shard = self._sequence_shard(ranks.view(-1, layout.sequence).tolist()) if layout.sequence > 1 else None
+
+    def _sequence_shard(self, stages: list[list[int]]) -> SequenceShard | None:
+        """Groups within the sequence-parallel processes of every stage of every replica; returns this process's place."""
+        size, degree = self.layout.sequence, self.layout.ulysses or self.layout.sequence
+        own = None
+        for ranks in stages:
+            heads = [dist.new_group(ranks[first : first + degree]) for first in range(0, size, degree)]
+            blocks = [dist.new_group(ranks[i::degree]) for i in range(degree)] if degree < size else [None] * degree
+            if self.is_member and dist.get_rank() in ranks:
+                place = self.sequence // degree, self.sequence % degree
+                own = SequenceShard(self.sequence, size, heads[place[0]], degree, blocks[place[1]])
+        return own
 
     @property
     def pairs(self) -> PairGroups:

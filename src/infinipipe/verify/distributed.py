@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from infinipipe.model import Stage, check_heads
+from infinipipe.model import Stage
 from infinipipe.runtime import (
     Executor,
     GatherPolicy,
@@ -64,8 +64,7 @@ def run_in_pool(
     pool: WorkerPool, case: Case, layout: Layout | None = None, *, policy: GatherPolicy = "keep"
 ) -> Outcome:
     """Run a case with a process for every place of the layout, by default one for every stage of the plan."""
-    layout = layout or Layout(stages=case.plan.num_stages)
-    check_heads(case.config.num_attention_heads, layout.sequence)
+    layout = (layout or Layout(stages=case.plan.num_stages)).for_heads(case.config.num_attention_heads)
     results = pool.run(run_stage, case, layout, policy)
     num_supervised = max(1, make_batch(case).num_supervised)
     loss = sum(loss for loss, _ in results) / num_supervised
