@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ BIAS = 0.05
 SMALLEST_GROUP = 5
 KNOTS = (128, 256, 512, 1024, 2048, 4096)
 """Tokens from which on a device may work at its best."""
-WORTH = 0.97
-"""A knot is kept if it lowers the mean error to this share."""
+WORTH, LEAST_GAIN = 0.97, 1e-3
+"""A knot is kept if it lowers the mean error to this share, and by this much."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _predict(data: _Data, coefficients: Floats, knot: float, kind: ActionKind) -
 def _solve(data: _Data, kind: ActionKind) -> tuple[Floats, float]:
     """Coefficients, and the knot that serves best: 0, none, unless another is clearly better."""
     best: tuple[float, Floats, float] | None = None
-    for knot in (0.0, *KNOTS):
+    for knot in (0.0, *_knots(data.work.tokens)):
         matrix = _matrix(data, knot, kind)
         if len(data.seconds) < matrix.shape[1]:
             raise ValueError(
@@ -157,10 +158,17 @@ def _solve(data: _Data, kind: ActionKind) -> tuple[Floats, float]:
             )
         coefficients = robust_fit(matrix, data.seconds)
         loss = robust_loss(matrix, data.seconds, coefficients)
-        if best is None or loss < best[0] * (WORTH if best[2] == 0.0 else 1.0):
+        limit = math.inf if best is None else best[0] if best[2] else min(best[0] * WORTH, best[0] - LEAST_GAIN)
+        if loss < limit:
             best = (loss, coefficients, knot)
     assert best is not None
     return best[1], best[2]
+
+
+def _knots(tokens: Floats) -> list[float]:
+    """Knots with enough points on both sides."""
+    below = {knot: float(np.mean(tokens < knot)) for knot in KNOTS}
+    return [float(knot) for knot, share in below.items() if 0.1 <= share <= 0.9]
 
 
 def _quality(samples: Sequence[Sample], ratios: Floats) -> Quality:

@@ -81,11 +81,12 @@ class Measurements:
 
 
 def setups(setup: Setup) -> list[Setup]:
-    """The layout itself and, where that tells layers from stages, one of half the layers."""
-    halved = tuple(max(1, layers // 2) for layers in setup.stage_layers)
-    if len(set(setup.stage_layers)) > 1 or halved == setup.stage_layers:
-        return [setup]
-    return [setup, dataclasses.replace(setup, config=with_layers(setup.config, sum(halved)), stage_layers=halved)]
+    """The layout itself, and one of other layers a stage, which tells what a layer costs from what a stage does."""
+    layers = setup.stage_layers
+    others = tuple(max(1, count // 2) for count in layers)
+    if others == layers:
+        others = tuple(2 * count for count in layers)
+    return [setup, dataclasses.replace(setup, config=with_layers(setup.config, sum(others)), stage_layers=others)]
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -1,0 +1,125 @@
+"""``infinipipe profile`` on real processes, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from infinipipe.cli.main import main
+from infinipipe.cost.files import load_cost
+from infinipipe.profile import Design, Measurements, Setup, fit_profile, measure
+from infinipipe.profile.session import setups, with_layers
+from infinipipe.simulate import simulate
+
+DESIGN = Design(longest=128, capacity=64, smallest=16, max_slices=4, num_plans=8)
+
+
+class InterruptedByTestError(Exception):
+    """What stops a profile in a test."""
+
+
+def make_config() -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+
+
+def test_an_interrupted_profile_goes_on(tmp_path: Path) -> None:
+    setup, partial = Setup(make_config(), (1, 1)), tmp_path / "cost.json.partial"
+
+    def stop(what: str, done: int, total: int) -> None:
+        if done == 5:
+            raise InterruptedByTestError
+
+    with pytest.raises(InterruptedByTestError):
+        measure(setup, DESIGN, 1, partial, stop)
+    before = partial.read_text()
+    assert len(before.splitlines()) == 1 + 5
+    measurements = measure(setup, DESIGN, 1, partial, lambda what, done, total: None)
+    after = partial.read_text()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 1 + 2 * 2 * DESIGN.num_plans + 2
+    profile = fit_profile(setup, DESIGN, 1, measurements, (1, 1))
+    assert 0.95 < profile.memory.kept < 1.05
+    assert 0.9 < profile.memory.backward < 1.1
+    for plan, peaks in ((plan, measurements.runs(0, p, [0])[0]) for p, plan in enumerate(DESIGN.plans((1, 1)))):
+        simulated = simulate(plan.replicas[0], profile.cost)
+        for stage, events in enumerate(peaks):
+            measured = max(event.peak for event in events)
+            assert simulated.peaks[stage] - profile.cost.states[stage] == pytest.approx(measured, rel=0.15)
+
+
+def test_measurements_resume_only_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    first = Measurements.resume(path, "a")
+    assert first.get("x", lambda: 1) == 1
+    assert first.get("x", lambda: 2) == 1
+    with path.open("a") as file:
+        file.write('{"y": 3')
+    again = Measurements.resume(path, "a")
+    assert again.parts == {"x": 1}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"key": "a"}, {"x": 1}]
+    assert Measurements.resume(path, "b").parts == {}
+
+
+def test_layers_are_told_from_stages() -> None:
+    config = with_layers(make_config(), 8)
+    (whole, half) = setups(Setup(config, (4, 4)))
+    assert (whole.stage_layers, half.stage_layers, half.config.num_hidden_layers) == ((4, 4), (2, 2), 4)
+    assert setups(Setup(with_layers(make_config(), 3), (1, 2)))[1].stage_layers == (1, 1)
+    assert setups(Setup(make_config(), (1, 1)))[1].stage_layers == (2, 2)
+    qwen = Qwen2Config(num_hidden_layers=3)
+    assert with_layers(qwen, 2).layer_types == qwen.layer_types[:2]
+
+
+def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    sizes = [
+        "--longest",
+        "128",
+        "--capacity",
+        "64",
+        "--smallest",
+        "16",
+        "--max_slices",
+        "4",
+        "--plans",
+        "8",
+        "--repeats",
+        "1",
+    ]
+    output = tmp_path / "cost.json"
+    assert main(["profile", str(tmp_path / "model"), str(output), *sizes, "--stages", "2", "--layers", "1"]) == 0
+    cost = load_cost(output)
+    assert cost.stage_layers == (1, 1)
+    assert cost.forward.chunk > 0
+    assert cost.message.latency > 0
+    assert not output.with_name("cost.json.partial").exists()
+    shown = capsys.readouterr().out
+    assert "held-out actions" in shown
+    assert f"wrote {output}" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--plans", "3"], "num_plans must be at least 8"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--stages", "9"], "9 stages are more than the model's 2 layers"),
+    ],
+)
+def test_refusals_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    assert main(["profile", str(tmp_path / "model"), str(tmp_path / "cost.json"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cost.json").exists()
