@@ -132,7 +132,8 @@ def _deal(lengths: Sequence[int], number: int) -> list[list[int]]:
 
 def _sorted_batches(lengths: Sequence[int], number: int) -> list[list[int]]:
     """Consecutive runs of the sorted lengths with about equal tokens."""
-    target, batches, tokens = sum(lengths) / number, [[]], 0  # type: tuple[float, list[list[int]], int]
+    target, tokens = sum(lengths) / number, 0
+    batches: list[list[int]] = [[]]
     for length in sorted(lengths, reverse=True):
         if tokens >= target * len(batches) and len(batches) < number:
             batches.append([])
