@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import ModelShape, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, CostError, ModelShape, flop_cost, state_bytes
+from infinipipe.cost.files import load_cost
 from infinipipe.plan import Plan
 from infinipipe.planner import PlannerSettings, plan_step
 from infinipipe.train.settings import Settings
@@ -38,7 +40,7 @@ def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ..
 
 
 class StepPlanner:
-    """Plans steps on a cost model that follows from the model's shape.
+    """Plans steps on the cost file of the settings, or on a cost model that follows from the model's shape.
 
     Attributes:
         cost: that model.
@@ -51,16 +53,20 @@ class StepPlanner:
         plan = settings.plan
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         shape = ModelShape.from_config(config.to_dict())
-        self.cost = flop_cost(
-            shape,
-            stage_layers,
-            element_bytes=dtype.itemsize,
-            flops_per_second=plan.flops_per_second,
-            chunk_seconds=plan.chunk_seconds,
-            sequence_parallel=settings.parallel.sequence_parallel,
-            states=states_of(settings, shape, stage_layers),
-            block_tokens=settings.train.loss_block_tokens,
-        )
+        states = states_of(settings, shape, stage_layers)
+        if plan.cost:
+            self.cost = _measured_cost(settings, stage_layers, states)
+        else:
+            self.cost = flop_cost(
+                shape,
+                stage_layers,
+                element_bytes=dtype.itemsize,
+                flops_per_second=plan.flops_per_second,
+                chunk_seconds=plan.chunk_seconds,
+                sequence_parallel=settings.parallel.sequence_parallel,
+                states=states,
+                block_tokens=settings.train.loss_block_tokens,
+            )
         self.settings = PlannerSettings(
             planner=plan.planner,
             memory_budget=round(plan.memory_budget * GIB) or None,
@@ -77,3 +83,19 @@ class StepPlanner:
         plan = plan_step(lengths, self.cost, self.settings)
         plan.validate()
         return plan
+
+
+def _measured_cost(settings: Settings, stage_layers: tuple[int, ...], states: tuple[int, ...]) -> AnalyticCost:
+    """The cost file of the settings, with the states of this run. Raises ``CostError`` if it is of another layout."""
+    cost = load_cost(settings.plan.cost)
+    if cost.stage_layers != stage_layers:
+        raise CostError(
+            f"plan.cost {settings.plan.cost} describes stages of {list(cost.stage_layers)} layers, but the run has "
+            f"{list(stage_layers)}; profile this layout"
+        )
+    if cost.sequence_parallel != settings.parallel.sequence_parallel:
+        raise CostError(
+            f"plan.cost {settings.plan.cost} is of sequence_parallel {cost.sequence_parallel}, but the run has "
+            f"{settings.parallel.sequence_parallel}; profile this layout"
+        )
+    return dataclasses.replace(cost, states=states)

@@ -48,6 +48,7 @@ class PlanSettings:
         recompute: layers of every stage that are computed again in backward: none, all, a number, or auto, which takes what the budget asks for
         flops_per_second: what one device reaches, for the planner's estimate of time
         chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
+        cost: cost file that infinipipe profile has written for this model and these stages, in place of that estimate
         ahead: steps that are planned ahead, in a process beside the training; 0 plans each step on the spot
         patience: seconds that a step waits for its plan before a quick one takes its place; 0 waits as long as it takes, so that equal runs have equal plans
     """
@@ -61,6 +62,7 @@ class PlanSettings:
     recompute: Literal["auto", "none", "all"] | int = "auto"
     flops_per_second: float = 5e10
     chunk_seconds: float = 0.02
+    cost: str = ""
     ahead: int = 1
     patience: float = 0.0
 
@@ -191,6 +193,7 @@ class TrainSettings:
         checkpoint_mode: async goes on training while a checkpoint is written, sync waits for it
         resume: auto goes on from the newest valid checkpoint in output, if there is one; never starts anew and sets earlier ones aside; else the path of a checkpoint
         timeout: seconds without progress of any process after which the run ends
+        timeline_steps: steps, counted from 1, of which the measured and the predicted timeline are written to the folder timelines in output
     """
 
     output: str = "runs/train"
@@ -205,6 +208,7 @@ class TrainSettings:
     checkpoint_mode: Literal["async", "sync"] = "async"
     resume: str = "auto"
     timeout: float = 900.0
+    timeline_steps: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.output:
@@ -218,6 +222,8 @@ class TrainSettings:
         require_range("train.checkpoint_every", self.checkpoint_every, at_least=0)
         require_range("train.keep_checkpoints", self.keep_checkpoints, at_least=1)
         require_above("train.timeout", self.timeout, 0)
+        for step in self.timeline_steps:
+            require_range("train.timeline_steps", step, at_least=1)
         if not self.resume:
             raise SettingError("train.resume is empty; give auto, never or the path of a checkpoint")
 

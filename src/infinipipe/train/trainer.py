@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -17,12 +18,15 @@ from infinipipe.data import Sequences
 from infinipipe.model import Stage, build_stage, split_layers
 from infinipipe.plan import Chunk, Plan
 from infinipipe.runtime import (
+    AllocatorMeter,
     Batch,
+    Event,
     Executor,
     Layout,
     MemoryMeter,
     Mesh,
     Parameters,
+    Recorder,
     ShardedParameters,
     clip_gradients,
     sync_tied_gradients,
@@ -35,6 +39,7 @@ from infinipipe.train.optimizer import build_optimizer, learning_rate
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.progress import WAITING, Progress
 from infinipipe.train.settings import Settings
+from infinipipe.train.timelines import StageEvents, write_timelines
 
 NAMED_AT_MOST = 8
 """Documents that a message lists."""
@@ -143,18 +148,23 @@ class Trainer:
         self.doing(f"{WAITING} for the plan of step {number}")
         plan, batch = self.job.share_step(lambda: ((made := make()).plan, made.drawn.batch))
         self.parameters.zero_grad()
+        recorder = self._recorder() if number in self.settings.train.timeline_steps else None
         with self._measured():
-            result = self._executor.step(plan.replicas[self.mesh.replica], batch)
+            result = self._executor.step(plan.replicas[self.mesh.replica], batch, recorder=recorder)
         self.doing(f"{WAITING} for the gradients of step {number}")
         sync_tied_gradients(self.stage, self.parameters, self.mesh)
         norm = clip_gradients(self.stage, self.parameters, self.mesh, self.settings.optimizer.max_norm or math.inf)
-        part = _Part(self.mesh.stage, result.loss_sum, self._peak_bytes(), _sequences(result.not_finite))
+        events = recorder.events() if recorder is not None else []
+        peak = max([self._peak_bytes(), *(event.peak for event in events)])
+        part = _Part(self.mesh.stage, result.loss_sum, peak, _sequences(result.not_finite))
         parts = self.job.gather_objects(part)
         loss = sum(part.loss_sum for part in parts) / batch.num_supervised
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._diverged(number, loss, norm, parts, feed, planned)
         self.doing(f"optimizer of step {number}")
         rate = self._update(number)
+        if recorder is not None:
+            self._write_timelines(number, plan, events)
         record = StepRecord(
             step=number,
             loss=loss,
@@ -172,6 +182,19 @@ class Trainer:
             plan_late=planned.late if planned else False,
         )
         return record, planned
+
+    def _recorder(self) -> Recorder:
+        """What records a step with its memory."""
+        device = self.job.device
+        return Recorder(device, AllocatorMeter(device) if device.type == "cuda" else self._meter)
+
+    def _write_timelines(self, number: int, plan: Plan, events: list[Event]) -> None:
+        """Gather what every process recorded; rank 0 writes it."""
+        mesh = self.mesh
+        recorded = self.job.gather_objects(StageEvents(mesh.replica, mesh.stage, mesh.sequence, events))
+        if self.job.is_first:
+            folder = Path(self.settings.train.output) / "timelines"
+            write_timelines(folder, number, plan, self.planner.cost, recorded, self.planner.settings.memory_budget)
 
     def _update(self, number: int) -> float:
         """The optimizer's step; returns its learning rate."""
