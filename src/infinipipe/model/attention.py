@@ -121,8 +121,8 @@ class _ContextAttention(torch.autograd.Function):
             context.store.write(piece.sequence, layer, piece.length, piece.start, k[: work.border], v[: work.border])
         if piece is not None and work.queries:
             keys, values = context.store.read(piece.sequence, layer, work.reach, work.stop)
-            lens = [work.queries], [work.stop - work.reach]
-            results.append(backend.forward(q[: work.queries], keys, values, *lens, scale=scale, window=window))
+            near = (work.queries,), (work.stop - work.reach,)
+            results.append(backend.forward(q[: work.queries], keys, values, *near, scale=scale, window=window))
         ctx.kv_shape = k.shape[1:]
         k, v = k[work.first : work.end], v[work.first : work.end]
         if work.q_lens:
@@ -154,8 +154,8 @@ class _ContextAttention(torch.autograd.Function):
             base = min(work.reach, piece.start)
             if n:
                 near = context.store.read(piece.sequence, ctx.layer, work.reach, work.stop)
-                lens = [n], [work.stop - work.reach]
-                result = ctx.backend.backward(grad[:n], q[:n], *near, out[:n], lse[:, :n], *lens, **options)
+                sizes = (n,), (work.stop - work.reach,)
+                result = ctx.backend.backward(grad[:n], q[:n], *near, out[:n], lse[:, :n], *sizes, **options)
                 rows = work.reach - base, piece.stop - base
                 dq, dk, dv = result[0], *(_place(x, *rows) for x in result[1:])
             else:

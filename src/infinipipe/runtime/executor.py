@@ -267,7 +267,6 @@ class _Run:
         forwarded = self._forwarded.pop(number)
         gradient = None if self._stage.is_last else self._take(Direction.BACKWARD, number).view(forwarded.shape)
         torch.autograd.backward(forwarded.root, gradient)
-        self._parameters.collect()
         if forwarded.inputs is not None:
             assert forwarded.inputs.grad is not None
             self.outputs[Direction.BACKWARD, number] = forwarded.inputs.grad

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 class HasModel(Protocol):
-    """A stage's module, whose parameters are the stage's."""
+    """A stage's module, whose parameters are the stage's, and the dtype that it computes in."""
+
+    dtype: torch.dtype
 
     @property
     def model(self) -> nn.Module: ...
@@ -19,20 +21,28 @@ class HasModel(Protocol):
 class Parameters:
     """What the optimizer sees of a stage: master parameters whose ``grad`` accumulates over the chunks of a step.
 
-    Parameters in float32 or float64 are their own masters. Those in a lower precision compute with rounded copies, while
-    masters and gradients are float32: call :meth:`publish` after each optimizer step.
+    Parameters that compute in float32 or float64 are their own masters. To compute in a lower precision, ``dtype``, the
+    stage's parameters become rounded copies, while masters and gradients are float32: call :meth:`publish` after each
+    optimizer step.
     """
 
     is_sharded = False
     """Whether gradients are reduced over other processes, which all must take part in every step."""
 
-    def __init__(self, stage: HasModel) -> None:
+    def __init__(self, stage: HasModel, dtype: torch.dtype | None = None) -> None:
         self._master: dict[str, nn.Parameter] = {}
         self._of: dict[int, nn.Parameter] = {}
-        self._compute: dict[str, nn.Parameter] = dict(stage.model.named_parameters())
-        for name, parameter in self._compute.items():
+        self._copies: dict[str, nn.Parameter] = {}
+        stage.dtype = dtype or stage.dtype
+        for name, parameter in stage.model.named_parameters():
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            master = parameter if parameter.dtype == wide else nn.Parameter(parameter.detach().to(wide))
+            if stage.dtype == wide:
+                master = parameter
+            else:
+                master = nn.Parameter(parameter.detach().to(wide))
+                parameter.data = parameter.data.to(stage.dtype)
+                parameter.register_post_accumulate_grad_hook(self._collect)
+                self._copies[name] = parameter
             master.grad = torch.zeros_like(master)
             self._master[name] = master
             self._of[id(parameter)] = master
@@ -60,14 +70,13 @@ class Parameters:
     def end_forwards(self) -> None:
         """Called after forwards that no backward follows."""
 
-    def collect(self) -> None:
-        """Add the gradients that a backward left on lower-precision copies to their masters' and drop them."""
-        for name, parameter in self._compute.items():
-            master = self._master[name]
-            if parameter is not master and parameter.grad is not None:
-                assert master.grad is not None
-                master.grad.add_(parameter.grad)
-                parameter.grad = None
+    def _collect(self, parameter: Tensor) -> None:
+        """Add the gradient that a backward left on a lower-precision copy to its master's and drop it."""
+        gradient = self._of[id(parameter)].grad
+        assert gradient is not None
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, in place."""
@@ -78,6 +87,5 @@ class Parameters:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters into the lower-precision parameters that compute."""
-        for name, parameter in self._compute.items():
-            if parameter is not self._master[name]:
-                parameter.copy_(self._master[name])
+        for name, parameter in self._copies.items():
+            parameter.copy_(self._master[name])

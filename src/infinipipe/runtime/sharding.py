@@ -94,9 +94,6 @@ class ShardedParameters(Parameters):
         for module in self._modules:
             module.reshard()
 
-    def collect(self) -> None:
-        """Nothing to do: gradients stay with the sharding until the last backward reduces them."""
-
     def zero_grad(self) -> None:
         for _, parameter in self.named():
             parameter.grad = None

@@ -115,14 +115,14 @@ class Trainer:
                 self.config,
                 self.stage_layers,
                 self.mesh.stage,
-                dtype=dtype if sharding is None else torch.promote_types(dtype, torch.float32),
+                dtype=torch.promote_types(dtype, torch.float32),
                 device=self.job.device,
                 seed=settings.train.seed,
                 checkpoint=settings.model.path if settings.model.weights == "load" else None,
             )
         )
         if sharding is None:
-            return stage, Parameters(stage)
+            return stage, Parameters(stage, dtype)
         return stage, ShardedParameters(stage, sharding, dtype=dtype, policy=settings.parallel.gather_policy)
 
     def doing(self, action: str) -> None:

@@ -62,8 +62,9 @@ def make_batch(case: Case) -> Batch:
 
 
 def make_stage(case: Case, index: int) -> Stage:
-    """Stage ``index`` of a case's model."""
-    return build_stage(case.config, case.plan.stage_layers, index, dtype=getattr(torch, case.dtype), seed=case.seed)
+    """Stage ``index`` of a case's model, in the precision of its master weights."""
+    dtype = torch.promote_types(getattr(torch, case.dtype), torch.float32)
+    return build_stage(case.config, case.plan.stage_layers, index, dtype=dtype, seed=case.seed)
 
 
 def precision(case: Case) -> Any:
@@ -105,7 +106,14 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
     for replica in case.plan.replicas:
         executors, stages = [], [make_stage(case, index) for index in range(case.plan.num_stages)]
         for stage, transport in zip(stages, connect(case.plan.num_stages), strict=True):
-            executors.append(Executor(stage, transport, Parameters(stage), loss_block_tokens=case.loss_block_tokens))
+            executors.append(
+                Executor(
+                    stage,
+                    transport,
+                    Parameters(stage, getattr(torch, case.dtype)),
+                    loss_block_tokens=case.loss_block_tokens,
+                )
+            )
             if prepare is not None:
                 prepare(executors[-1])
         with precision(case):

@@ -31,7 +31,9 @@ def get_mesh(layout: Layout) -> Mesh:
 def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
     """Parameters of a stage, sharded where the layout has more than one process a stage."""
     sharding = mesh.sharding()
-    return Parameters(stage) if sharding is None else ShardedParameters(stage, sharding, dtype=dtype, policy=policy)
+    return (
+        Parameters(stage, dtype) if sharding is None else ShardedParameters(stage, sharding, dtype=dtype, policy=policy)
+    )
 
 
 def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tuple[float, dict[str, Tensor]]:
