@@ -193,7 +193,7 @@ class TrainSettings:
         checkpoint_mode: async goes on training while a checkpoint is written, sync waits for it
         resume: auto goes on from the newest valid checkpoint in output, if there is one; never starts anew and sets earlier ones aside; else the path of a checkpoint
         timeout: seconds without progress of any process after which the run ends
-        timeline_steps: steps, counted from 1, of which the measured and the predicted timeline are written to the folder timelines in output
+        timeline_steps: steps, counted from 1, whose measured and predicted timelines, with a page and a picture of both, go to the folder timelines in output
     """
 
     output: str = "runs/train"

@@ -12,6 +12,10 @@ from infinipipe.plan import save as save_plan
 from infinipipe.runtime import Event
 from infinipipe.simulate import simulate_plan
 from infinipipe.timeline import measured_timeline, save
+from infinipipe.timeline.events import write_beside
+from infinipipe.timeline.figure import draw
+from infinipipe.timeline.page import html_page
+from infinipipe.timeline.svg import to_svg
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class StageEvents:
 def write_timelines(
     folder: Path, step: int, plan: Plan, cost: CostModel, recorded: Sequence[StageEvents], budget: int | None
 ) -> None:
-    """Write a step's plan, and for every replica its predicted and its measured timeline.
+    """Write a step's plan, and for every replica its predicted and its measured timeline, and both as page and picture.
 
     Of the devices of a stage, the first one's events are shown. Clocks of different machines are taken as they are.
     """
@@ -49,6 +53,9 @@ def write_timelines(
         suffix = f".replica-{index}" if len(plan.replicas) > 1 else ""
         save(measured, folder / f"{name}{suffix}.measured.json")
         save(predicted.timeline, folder / f"{name}{suffix}.predicted.json")
+        both = [predicted.timeline, measured]
+        write_beside(folder / f"{name}{suffix}.html", html_page(both, title=title).encode())
+        write_beside(folder / f"{name}{suffix}.svg", to_svg(draw(both)).encode())
 
 
 def _memory(event: Event, states: int) -> list[tuple[float, int]]:
