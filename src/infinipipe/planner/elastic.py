@@ -67,7 +67,7 @@ class Choice:
 
 OTHER_STARTS = (Choice(1.0, "dense", 2.0, ("window", 1.0)), Choice(1.0, "mesh", 0.0, ("lookahead", 1.5)))
 """Where the search starts again: choices that are good together and bad one at a time."""
-FEW_CHUNKS = 100
+FEW_CHUNKS = 60
 """Chunks up to which it does so; with more, bubbles are small and trying takes longer."""
 
 

@@ -21,9 +21,7 @@ def plan_paper(problem: Replica) -> Found:
     """Algorithm 1 for several ``K``, grouped into 1F1B pipelines (Eq. 14), with stage-aware recompute (Eq. 16)."""
 
     def seconds(num_slices: int) -> float:
-        chunking = problem.chunking(num_slices)
-        assert chunking is not None
-        found = problem.consider(problem.draft([chunking.ordered()]))
+        found = problem.consider(problem.draft([problem.chunking(num_slices).ordered()]))
         return math.inf if found is None else found.seconds
 
     numbers = problem.slice_numbers()
@@ -31,9 +29,7 @@ def plan_paper(problem: Replica) -> Found:
     if problem.best is not None and not problem.best.recompute.any():
         return problem.result()
     for num_slices in ranked[:GROUPED] or numbers[-1:]:
-        chunking = problem.chunking(num_slices)
-        assert chunking is not None
-        pipelines = group_pipelines(problem, chunking)
+        pipelines = group_pipelines(problem, problem.chunking(num_slices))
         if len(pipelines) > 1 and (problem.best is None or problem.limits.spend()):
             problem.consider(problem.draft(pipelines))
     return problem.result()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Chunk, PlanError, ReplicaPlan
-from infinipipe.planner.chunking import Chunking, SequenceTime, TokenOverflowError, balanced_chunking
+from infinipipe.planner.chunking import Chunking, SequenceTime, balanced_borders, balanced_chunking
 from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError, IntArray
 from infinipipe.planner.recompute import RecomputeSolution
@@ -73,7 +73,7 @@ class Replica:
     limits: Limits
     best: Found | None = None
     _nearest: BudgetError | None = None
-    _chunkings: dict[int, Chunking | TokenOverflowError] = field(default_factory=dict)
+    _chunkings: dict[int, Chunking] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.time: SequenceTime = sequence_time(self.cost, self.longest)
@@ -92,18 +92,13 @@ class Replica:
         """Most tokens of a chunk."""
         return self.settings.token_capacity or max(sum(self.lengths[i] for i in self.sequences), 1)
 
-    def chunking(self, num_slices: int) -> Chunking | None:
-        """Algorithm 1 with ``num_slices``; ``None`` if a slice would exceed the token capacity."""
-        known = self._chunkings.get(num_slices)
-        if known is None:
-            try:
-                known = balanced_chunking(
-                    self.lengths, self.sequences, num_slices, self.time, token_capacity=self.capacity
-                )
-            except TokenOverflowError as error:
-                known = error
-            self._chunkings[num_slices] = known
-        return known if isinstance(known, Chunking) else None
+    def chunking(self, num_slices: int) -> Chunking:
+        """Algorithm 1 with a usable ``num_slices``."""
+        if num_slices not in self._chunkings:
+            self._chunkings[num_slices] = balanced_chunking(
+                self.lengths, self.sequences, num_slices, self.time, token_capacity=self.capacity
+            )
+        return self._chunkings[num_slices]
 
     def slice_numbers(self, *, most_chunks: float = MOST_CHUNKS) -> list[int]:
         """The ``K`` to try, ascending: the given one, or about six for every doubling that make about ``most_chunks`` at most.
@@ -115,11 +110,19 @@ class Replica:
         longest = sum(self.time(0, self.lengths[i]) for i in self.sequences) / self.time(0, self.longest)
         usable: list[int] = []
         for number in numbers:
-            if (number * longest <= most_chunks or not usable) and self.chunking(number) is not None:
+            if (number * longest <= most_chunks or not usable) and self._first_slice(number) <= self.capacity:
                 usable.append(number)
         if not usable:
-            raise PlanError(f"{self._chunkings[numbers[-1]]}; raise token_capacity or the number of slices")
+            raise PlanError(
+                f"{numbers[-1]} slices of the longest sequence, {self.longest} tokens, start with one of "
+                f"{self._first_slice(numbers[-1])} tokens, more than the token_capacity of {self.capacity}; raise "
+                "token_capacity or the number of slices"
+            )
         return usable
+
+    def _first_slice(self, num_slices: int) -> int:
+        """Tokens of the longest sequence's first slice, the token target of Algorithm 1."""
+        return (balanced_borders(self.longest, num_slices, self.time) or [self.longest])[0]
 
     def draft(
         self, pipelines: Sequence[Sequence[Chunk]], schedule: str | None = None, warmup: tuple[int, ...] | None = None
