@@ -213,9 +213,10 @@ class Run:
         if metrics is not None:
             metrics.evaluation(number, evaluation.loss, evaluation.tokens)
         if is_last and corpus is not None:
+            gain = corpus.unigram_entropy - evaluation.loss
             self._console.say(
                 f"held-out loss {evaluation.loss:.4f}, unigram entropy {corpus.unigram_entropy:.4f}: "
-                f"{corpus.unigram_entropy - evaluation.loss:.4f} nats per token better"
+                f"{abs(gain):.4f} nats per token {'better' if gain >= 0 else 'worse'}"
             )
 
     def _open_corpus(self) -> Corpus | None:
