@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from infinipipe.cli.main import main
 from infinipipe.cost.files import load_cost
-from infinipipe.profile import Design, Measurements, Setup, fit_profile, measure
+from infinipipe.profile import Design, Measurements, Setup, fit_profile, formula, measure
 from infinipipe.profile.session import setups, with_layers
 from infinipipe.simulate import simulate
 
@@ -97,8 +97,12 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
         "1",
     ]
     output = tmp_path / "cost.json"
-    assert main(["profile", str(tmp_path / "model"), str(output), *sizes, "--stages", "2", "--layers", "1"]) == 0
+    layout = ["--stages", "2", "--layers", "1", "--sequence_parallel", "2"]
+    assert main(["profile", str(tmp_path / "model"), str(output), *sizes, *layout]) == 0
     cost = load_cost(output)
+    assert cost.sequence_parallel == 2
+    assert cost.all_to_all.latency > 0
+    assert cost.states[0] == formula(Setup(make_config(), (1, 1)), (1, 1)).states[0] // 2
     assert cost.stage_layers == (1, 1)
     assert cost.forward.chunk > 0
     assert cost.message.latency > 0

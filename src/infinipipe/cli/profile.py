@@ -33,6 +33,7 @@ class ProfileOptions:
         stages: pipeline stages that the cost file describes.
         processes: stages that are measured at once, one process each; by default as many as stages, devices and cores allow.
         layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2.
+        sequence_parallel: devices that share a stage's tokens in what the file describes; as many processes run the all-to-all.
         device: auto takes CUDA where there is a device.
         dtype: of the computing.
         threads: of each process on the CPU.
@@ -50,6 +51,7 @@ class ProfileOptions:
     stages: int = 2
     processes: int | None = None
     layers: int | None = None
+    sequence_parallel: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = 1
@@ -62,7 +64,7 @@ class ProfileOptions:
     loss_block_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("stages", "threads", "repeats", "loss_block_tokens"):
+        for name in ("stages", "sequence_parallel", "threads", "repeats", "loss_block_tokens"):
             require_range(name, getattr(self, name), at_least=1)
         for name in ("processes", "layers"):
             if getattr(self, name) is not None:
@@ -118,14 +120,21 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     device = "cuda" if devices and options.device != "cpu" else "cpu"
     room = devices if device == "cuda" else max(1, (os.cpu_count() or 1) // options.threads)
     processes = options.processes or min(options.stages, room)
-    if device == "cuda" and processes > devices:
-        raise SettingError(f"processes is {processes}, but this machine has {devices} devices")
+    for name, count in (("processes", processes), ("sequence_parallel", options.sequence_parallel)):
+        if device == "cuda" and count > devices:
+            raise SettingError(f"{name} is {count}, but this machine has {devices} devices")
     if processes == options.stages and options.layers is None:
         measured = stage_layers
     else:
         measured = (options.layers or 2,) * processes
     setup = Setup(
-        with_layers(config, sum(measured)), measured, options.dtype, device, options.threads, options.loss_block_tokens
+        config=with_layers(config, sum(measured)),
+        stage_layers=measured,
+        dtype=options.dtype,
+        device=device,
+        threads=options.threads,
+        loss_block_tokens=options.loss_block_tokens,
+        sequence_parallel=options.sequence_parallel,
     )
     return setup, stage_layers
 

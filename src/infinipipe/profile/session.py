@@ -21,7 +21,15 @@ from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
 from infinipipe.profile.samples import Run, plan_samples
-from infinipipe.profile.workers import MESSAGE_TOKENS, Setup, run_plan, time_messages, time_optimizer
+from infinipipe.profile.workers import (
+    EXCHANGE_BYTES,
+    MESSAGE_TOKENS,
+    Setup,
+    run_plan,
+    time_exchanges,
+    time_messages,
+    time_optimizer,
+)
 from infinipipe.runtime import Event
 from infinipipe.verify.pool import WorkerPool
 
@@ -106,7 +114,8 @@ def measure(
     ``partial`` is where parts are kept as they come. Raises ``WorkerError`` if a process fails.
     """
     variants = setups(setup)
-    key = hashlib.sha256(repr(([v.key for v in variants], setup.threads, design, repeats, seed)).encode()).hexdigest()
+    shape = ([variant.key for variant in variants], setup.threads, setup.sequence_parallel, design, repeats, seed)
+    key = hashlib.sha256(repr(shape).encode()).hexdigest()
     measurements = Measurements.resume(partial, key)
     jobs = [
         (v, p, plan) for v, variant in enumerate(variants) for p, plan in enumerate(design.plans(variant.stage_layers))
@@ -125,6 +134,11 @@ def measure(
         if len(setup.stage_layers) > 1:
             measurements.get("messages", lambda: pool.run(time_messages, setup, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
         measurements.get("optimizer", lambda: pool.run(time_optimizer, setup, OPTIMIZER_REPEATS))
+    if setup.sequence_parallel > 1 and "exchanges" not in measurements.parts:
+        progress("all-to-alls", done, total)
+        with WorkerPool(setup.sequence_parallel, backend=backend) as pool:
+            arguments = (setup.device, EXCHANGE_BYTES, MESSAGE_REPEATS)
+            measurements.get("exchanges", lambda: pool.run(time_exchanges, *arguments)[0])
     return measurements
 
 
@@ -168,9 +182,12 @@ def fit_profile(
             samples.append(plan_samples(plan, runs, on_cpu=setup.device == "cpu"))
             if v == 0:
                 metered += [(plan, run) for run in measurements.runs(v, p, [0])]
-    ratios = memory_ratios(metered, formula(setup, setup.stage_layers))
+    ratios = memory_ratios(metered, formula(dataclasses.replace(setup, sequence_parallel=1), setup.stage_layers))
     profile = fit_samples(setup, stage_layers, samples, ratios, measurements.parts.get("messages", ()))
-    return dataclasses.replace(profile, optimizer_seconds=tuple(measurements.parts["optimizer"]))
+    cost = profile.cost
+    if "exchanges" in measurements.parts:
+        cost = dataclasses.replace(cost, all_to_all=fit_link(EXCHANGE_BYTES, measurements.parts["exchanges"]))
+    return dataclasses.replace(profile, cost=cost, optimizer_seconds=tuple(measurements.parts["optimizer"]))
 
 
 def fit_samples(
@@ -213,7 +230,10 @@ def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
         shape,
         stage_layers,
         element_bytes=dtype.itemsize,
-        states=state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies),
+        sequence_parallel=setup.sequence_parallel,
+        states=state_bytes(
+            shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies, shards=setup.sequence_parallel
+        ),
         block_tokens=setup.loss_block_tokens,
     )
 
@@ -242,8 +262,8 @@ def quality_lines(profile: Profile) -> Iterator[str]:
             yield f"warning: the form does not fit {name}s of {warning}"
     memory = ", ".join(f"{name} {value:.3f}" for name, value in asdict(profile.memory).items() if value == value)
     yield f"bytes measured over the formula's: {memory}"
-    link = profile.cost.message
-    if link.seconds_per_byte:
-        yield f"messages: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"
+    for name, link in (("messages", profile.cost.message), ("all-to-alls", profile.cost.all_to_all)):
+        if link.seconds_per_byte:
+            yield f"{name}: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"
     if profile.optimizer_seconds:
         yield "optimizer step: " + ", ".join(f"{seconds * 1e3:.1f} ms" for seconds in profile.optimizer_seconds)

@@ -28,6 +28,8 @@ from infinipipe.runtime import (
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 """Sizes of the messages that are timed."""
+EXCHANGE_BYTES = (2**12, 2**16, 2**20, 2**23)
+"""Sizes of the all-to-alls that are timed: what one process sends and keeps."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Setup:
         device: ``cpu`` or ``cuda``.
         threads: of each process on the CPU.
         loss_block_tokens: tokens whose logits exist at once.
+        sequence_parallel: processes that share a stage's tokens in what the cost file describes; stages are measured without,
+            the all-to-all among so many processes by itself.
     """
 
     config: PretrainedConfig
@@ -49,6 +53,7 @@ class Setup:
     device: str = "cpu"
     threads: int = 1
     loss_block_tokens: int = 1024
+    sequence_parallel: int = 1
 
     @property
     def key(self) -> str:
@@ -144,3 +149,25 @@ def time_optimizer(rank: int, setup: Setup, repeats: int) -> float:
             torch.cuda.synchronize(bench.device)
         seconds.append(time.monotonic() - start)
     return statistics.median(seconds[1:])
+
+
+def time_exchanges(rank: int, device: str, num_bytes: Sequence[int], repeats: int) -> list[float]:
+    """Median seconds of an all-to-all of all processes, each of which sends and keeps so many bytes."""
+    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    medians = []
+    for size in num_bytes:
+        count = size // dist.get_world_size() * dist.get_world_size()
+        sent = torch.zeros(count, dtype=torch.uint8, device=place)
+        received = torch.empty_like(sent)
+        seconds = []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            start = time.monotonic()
+            dist.all_to_all_single(received, sent)
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            seconds.append(time.monotonic() - start)
+        medians.append(statistics.median(seconds[1:]))
+    return medians
