@@ -15,8 +15,7 @@ from typing import Literal
 from infinipipe.plan import Chunk
 from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
 from infinipipe.planner.draft import Draft
-from infinipipe.planner.memory import BudgetError
-from infinipipe.planner.paper import plan_paper
+from infinipipe.planner.paper import search_paper
 from infinipipe.planner.schedules import lead
 from infinipipe.planner.search import Found, Replica, descend
 
@@ -118,10 +117,10 @@ class ElasticSearch:
 
     def with_paper(self) -> Found:
         """The best of this search and ``elastic-paper``, which has limits of its own. Raises ``BudgetError``."""
-        try:
-            self.problem.accept(plan_paper(self.problem.afresh()))
-        except BudgetError as error:
-            self.problem.reject(error)
+        paper, best = self.problem.afresh(), self.problem.best
+        search_paper(paper)
+        if paper.best is None or best is None or paper.best.draft.seconds_without_recompute < best.seconds:
+            self.problem.take_over(paper)
         return self.problem.result()
 
     def leanest(self) -> Found:

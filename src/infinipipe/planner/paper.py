@@ -19,6 +19,12 @@ GROUPED = 2
 
 def plan_paper(problem: Replica) -> Found:
     """Algorithm 1 for several ``K``, grouped into 1F1B pipelines (Eq. 14), with stage-aware recompute (Eq. 16)."""
+    search_paper(problem)
+    return problem.result()
+
+
+def search_paper(problem: Replica) -> None:
+    """The search of :func:`plan_paper`; what it finds is in ``problem``."""
 
     def seconds(num_slices: int) -> float:
         found = problem.consider(problem.draft([problem.chunking(num_slices).ordered()]))
@@ -27,12 +33,11 @@ def plan_paper(problem: Replica) -> Found:
     numbers = problem.slice_numbers()
     ranked = descend(numbers, seconds, problem.limits)
     if problem.best is not None and not problem.best.recompute.any():
-        return problem.result()
+        return
     for num_slices in ranked[:GROUPED] or numbers[-1:]:
         pipelines = group_pipelines(problem, problem.chunking(num_slices))
         if len(pipelines) > 1 and (problem.best is None or problem.limits.spend()):
             problem.consider(problem.draft(pipelines))
-    return problem.result()
 
 
 def group_pipelines(problem: Replica, chunking: Chunking) -> list[tuple[Chunk, ...]]:

@@ -153,6 +153,13 @@ class Replica:
         if self._nearest is None or error.required < self._nearest.required:
             self._nearest = error
 
+    def take_over(self, other: Replica) -> None:
+        """Keep what another search of the same problem has found, if it is better."""
+        try:
+            self.accept(other.result())
+        except BudgetError as error:
+            self.reject(error)
+
     def result(self) -> Found:
         """The best plan, its recompute improved. Raises ``BudgetError`` with the least memory that any draft needed."""
         if self.best is None:
