@@ -117,6 +117,10 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--plans", "3"], "num_plans must be at least 8"),
         (["--repeats", "0"], "repeats must be at least 1"),
+        (
+            ["--stage_layers", "[2, 1]"],
+            "stage_layers [2, 1] must be counts above 0 that add up to the model's 2 layers",
+        ),
         (["--stages", "9"], "9 stages are more than the model's 2 layers"),
     ],
 )

@@ -30,7 +30,8 @@ class ProfileOptions:
     Attributes:
         model: a Hugging Face config.json or its folder.
         output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
-        stages: pipeline stages that the cost file describes.
+        stages: pipeline stages that the cost file describes, of as even a number of layers as possible.
+        stage_layers: layers of each of them, such as "[2, 1]", where they are uneven.
         processes: stages that are measured at once, one process each; by default as many as stages, devices and cores allow.
         layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2.
         sequence_parallel: devices that share a stage's tokens in what the file describes; as many processes run the all-to-all.
@@ -49,6 +50,7 @@ class ProfileOptions:
     model: str
     output: str
     stages: int = 2
+    stage_layers: list[int] | None = None
     processes: int | None = None
     layers: int | None = None
     sequence_parallel: int = 1
@@ -113,17 +115,25 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
 
     config = load_config(options.model)
     check_supported(config)
-    stage_layers = even_stages(config.num_hidden_layers, options.stages)
+    if options.stage_layers is None:
+        stage_layers = even_stages(config.num_hidden_layers, options.stages)
+    else:
+        stage_layers = tuple(options.stage_layers)
+        if sum(stage_layers) != config.num_hidden_layers or min(stage_layers) < 1:
+            raise SettingError(
+                f"stage_layers {list(stage_layers)} must be counts above 0 that add up to the model's "
+                f"{config.num_hidden_layers} layers"
+            )
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cuda" and not devices:
         raise SettingError("device is cuda, but this machine has none; use cpu")
     device = "cuda" if devices and options.device != "cpu" else "cpu"
     room = devices if device == "cuda" else max(1, (os.cpu_count() or 1) // options.threads)
-    processes = options.processes or min(options.stages, room)
+    processes = options.processes or min(len(stage_layers), room)
     for name, count in (("processes", processes), ("sequence_parallel", options.sequence_parallel)):
         if device == "cuda" and count > devices:
             raise SettingError(f"{name} is {count}, but this machine has {devices} devices")
-    if processes == options.stages and options.layers is None:
+    if processes == len(stage_layers) and options.layers is None:
         measured = stage_layers
     else:
         measured = (options.layers or 2,) * processes
