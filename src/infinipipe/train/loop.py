@@ -104,6 +104,7 @@ class Run:
         with ExitStack() as stack:
             feed = metrics = None
             if corpus is not None:
+                self._output.mkdir(parents=True, exist_ok=True)
                 (self._output / "settings.yaml").write_text(self._text)
                 metrics = stack.enter_context(MetricsWriter(self._output, after_step=start.step))
                 feed = stack.enter_context(Feed(corpus.train, settings, trainer.planner, start.position))

@@ -1,0 +1,79 @@
+"""Training runs on processes that are started once and reused: what needs no launcher is tested on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinipipe.train.job import Job
+from infinipipe.train.loop import Run
+from infinipipe.train.settings import ParallelSettings, Settings
+from infinipipe.verify.pool import WorkerPool
+
+Record = dict[str, Any]
+
+
+class Workers:
+    """Four processes, started anew after a run in which one of them failed."""
+
+    size = 4
+
+    def __init__(self) -> None:
+        self._pool: WorkerPool | None = None
+
+    def run(self, settings: Settings) -> None:
+        """Run to the end. Raises ``WorkerError``."""
+        if self._pool is None:
+            self._pool = WorkerPool(self.size)
+        try:
+            assert self._pool.run(execute, settings) == [0] * self.size
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def execute(rank: int, settings: Settings) -> int:
+    """One worker's part of a run."""
+    job = Job.among(range(settings.parallel.num_processes), torch.device("cpu"))
+    return Run(job, settings, "text: kept").execute()
+
+
+def change(settings: Settings, layout: tuple[int, int, int], output: Path, **changes: Any) -> Settings:
+    """Settings with another layout (replicas, stages, sequence), output and changes to the loop's settings.
+
+    Without planning ahead: processes of a pool may have no children.
+    """
+    replicas, stages, sequence = layout
+    parallel = replace(settings.parallel, replicas=replicas, stages=stages, sequence_parallel=sequence)
+    return replace(
+        settings,
+        parallel=parallel,
+        plan=replace(settings.plan, ahead=0),
+        train=replace(settings.train, output=str(output), evaluate_every=0, **changes),
+    )
+
+
+def with_parallel(settings: Settings, **changes: Any) -> Settings:
+    """Settings with changes to the processes."""
+    parallel: ParallelSettings = replace(settings.parallel, **changes)
+    return replace(settings, parallel=parallel)
+
+
+def run(pool: Workers, settings: Settings) -> list[Record]:
+    """Train on the pool; the steps' records of the whole run, those before a resume included."""
+    pool.run(settings)
+    lines = (Path(settings.train.output) / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == "step"]
+
+
+def losses(records: list[Record]) -> list[float]:
+    return [record["loss"] for record in records]
