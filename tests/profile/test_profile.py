@@ -14,6 +14,20 @@ from infinipipe.profile import Design, Measurements, Setup, fit_profile, formula
 from infinipipe.profile.session import setups, with_layers
 from infinipipe.simulate import simulate
 
+SIZES = [
+    "--longest",
+    "128",
+    "--capacity",
+    "64",
+    "--smallest",
+    "16",
+    "--max_slices",
+    "4",
+    "--plans",
+    "8",
+    "--repeats",
+    "1",
+]
 DESIGN = Design(longest=128, capacity=64, smallest=16, max_slices=4, num_plans=8)
 
 
@@ -82,23 +96,9 @@ def test_layers_are_told_from_stages() -> None:
 
 def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_config().save_pretrained(tmp_path / "model")
-    sizes = [
-        "--longest",
-        "128",
-        "--capacity",
-        "64",
-        "--smallest",
-        "16",
-        "--max_slices",
-        "4",
-        "--plans",
-        "8",
-        "--repeats",
-        "1",
-    ]
     output = tmp_path / "cost.json"
     layout = ["--stages", "2", "--layers", "1", "--sequence_parallel", "2"]
-    assert main(["profile", str(tmp_path / "model"), str(output), *sizes, *layout]) == 0
+    assert main(["profile", str(tmp_path / "model"), str(output), *SIZES, *layout]) == 0
     cost = load_cost(output)
     assert cost.sequence_parallel == 2
     assert cost.all_to_all.latency > 0
@@ -110,6 +110,16 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "held-out actions" in shown
     assert f"wrote {output}" in shown
+
+
+def test_one_process_stands_for_many_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    arguments = ["profile", str(tmp_path / "model"), str(tmp_path / "cost.json"), *SIZES, "--processes", "1"]
+    assert main([*arguments, "--layers", "1"]) == 0
+    cost = load_cost(tmp_path / "cost.json")
+    assert cost.stage_layers == (1, 1)
+    assert cost.forward.embedding_token == 0
+    assert "one process has no messages" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ HELD_OUT = 5
 """Every so many plans, one is kept for judging the fit."""
 MESSAGE_REPEATS = 20
 OPTIMIZER_REPEATS = 5
+TIMEOUT = 3600.0
+"""Seconds that a message may take: as long as the largest chunk of a large model."""
 ADAMW_BYTES = 16
 """A float32 parameter with its gradient and two moments."""
 
@@ -123,7 +125,7 @@ def measure(
     total, done = len(jobs) * (repeats + 1), 0
     rng = random.Random(seed)
     backend = "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl"
-    with WorkerPool(len(setup.stage_layers), backend=backend) as pool:
+    with WorkerPool(len(setup.stage_layers), backend=backend, timeout=TIMEOUT) as pool:
         for number in range(repeats + 1):
             what = "memory" if number == 0 else f"times, round {number} of {repeats}"
             for v, p, plan in rng.sample(jobs, len(jobs)):
@@ -262,6 +264,8 @@ def quality_lines(profile: Profile) -> Iterator[str]:
             yield f"warning: the form does not fit {name}s of {warning}"
     memory = ", ".join(f"{name} {value:.3f}" for name, value in asdict(profile.memory).items() if value == value)
     yield f"bytes measured over the formula's: {memory}"
+    if profile.cost.num_stages > 1 and not profile.cost.message.seconds_per_byte:
+        yield "warning: one process has no messages; they count as free"
     for name, link in (("messages", profile.cost.message), ("all-to-alls", profile.cost.all_to_all)):
         if link.seconds_per_byte:
             yield f"{name}: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"
