@@ -17,6 +17,7 @@ from infinipipe.profile.regression import Floats, robust_fit, robust_loss
 BIAS = 0.05
 """A group of points whose typical error is larger is warned of."""
 SMALLEST_GROUP = 5
+MANY_SLICES = 4
 KNOTS = (128, 256, 512, 1024, 2048, 4096)
 """Tokens from which on a device may work at its best."""
 WORTH, LEAST_GAIN = 0.97, 1e-3
@@ -173,40 +174,28 @@ def _knots(tokens: Floats) -> list[float]:
 
 
 def _quality(samples: Sequence[Sample], ratios: Floats) -> Quality:
+    if not samples:
+        return Quality(0, math.nan, math.nan, ())
     errors = np.abs(ratios - 1)
     warnings = []
     for name, members in _groups(samples).items():
-        bias = float(np.median(ratios[members])) - 1
-        if len(members) >= SMALLEST_GROUP and abs(bias) > BIAS:
+        if len(members) >= SMALLEST_GROUP and abs(bias := float(np.median(ratios[members])) - 1) > BIAS:
             warnings.append(f"{name}: predicted {bias:+.0%} off")
-    if not len(samples):
-        return Quality(0, float("nan"), float("nan"), ())
     return Quality(len(samples), float(np.median(errors)), float(np.quantile(errors, 0.9)), tuple(warnings))
 
 
 def _groups(samples: Sequence[Sample]) -> dict[str, list[int]]:
-    """Samples by what may make them special."""
-    tokens = np.array([sample.chunk.num_tokens for sample in samples])
-    few, many = np.quantile(tokens, [1 / 3, 2 / 3]) if len(samples) else (0, 0)
-    groups: dict[str, list[int]] = {}
-    for index, sample in enumerate(samples):
-        size = sample.chunk.num_tokens
-        names = [
-            f"chunks of up to {few:.0f} tokens"
-            if size <= few
-            else f"chunks of more than {many:.0f} tokens"
-            if size > many
-            else "chunks of middling size"
-        ]
-        if sample.chunk.context:
-            names.append("slices with context")
-        if len(sample.chunk.slices) > 4:
-            names.append("chunks of more than 4 sequences")
-        if sample.recomputed:
-            names.append("recomputed chunks")
-        for name in names:
-            groups.setdefault(name, []).append(index)
-    return groups
+    """Samples, of which there must be some, by what may make them special."""
+    few, many = np.quantile([sample.chunk.num_tokens for sample in samples], [1 / 3, 2 / 3])
+    conditions: dict[str, Callable[[Sample], bool]] = {
+        f"chunks of up to {few:.0f} tokens": lambda sample: sample.chunk.num_tokens <= few,
+        "chunks of middling size": lambda sample: few < sample.chunk.num_tokens <= many,
+        f"chunks of more than {many:.0f} tokens": lambda sample: sample.chunk.num_tokens > many,
+        "slices with context": lambda sample: sample.chunk.context > 0,
+        f"chunks of more than {MANY_SLICES} sequences": lambda sample: len(sample.chunk.slices) > MANY_SLICES,
+        "recomputed chunks": lambda sample: sample.recomputed > 0,
+    }
+    return {name: [i for i, sample in enumerate(samples) if holds(sample)] for name, holds in conditions.items()}
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
