@@ -40,7 +40,7 @@ class PlanSettings:
 
     Attributes:
         planner: the planner's name
-        schedule: order of forwards and backwards: 1f1b, gpipe, or path/to/file.py:function
+        schedule: order of forwards and backwards: auto leaves it to the planner; 1f1b, gpipe, or path/to/file.py:function
         max_slices: most slices into which the longest sequence of a step may be cut
         num_slices: that number itself (K); 0 searches for the fastest up to max_slices
         token_capacity: most tokens of a chunk; 0 is without limit
@@ -54,7 +54,7 @@ class PlanSettings:
     """
 
     planner: str = "elastic"
-    schedule: str = "1f1b"
+    schedule: str = "auto"
     max_slices: int = 32
     num_slices: int = 0
     token_capacity: int = 0
