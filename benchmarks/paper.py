@@ -196,13 +196,26 @@ def limits(values: Sequence[float]) -> list[float] | None:
     return [min(known), max(known)] if known else None
 
 
-def markdown(table: dict[str, dict[str, list[float]]]) -> str:
-    """Our figures beside the published ones."""
-    lines = ["| step time against | published | elastic | elastic-paper |", "|---|---|---|---|"]
+def markdown(results: Results) -> str:
+    """The study as a document: assumptions, our figures beside the published ones, every step time."""
+    table = summary(results)
+    lines = ["# The published evaluation, by simulation", "", "Written by `benchmarks/paper.py`.", ""]
+    assert __doc__ is not None
+    lines += [__doc__[__doc__.index("Assumptions") : __doc__.rindex("The last line")].strip(), ""]
+    lines += [
+        "| other step time over ours; bubble: share of the step | published | elastic | elastic-paper |",
+        "|---|---|---|---|",
+    ]
     lines += [
         f"| {claim} | {published} | " + " | ".join(span(table[ours][claim]) for ours in OURS) + " |"
         for claim, published in PUBLISHED.items()
     ]
+    names = list(next(iter(next(iter(results.values())))))
+    lines += ["", "![step times](paper.svg)", "", "Seconds of a step; a dash where no plan fits:", ""]
+    lines += ["| setting | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for cell, runs in results.items():
+        seconds = [mean(run[name].seconds for run in runs) for name in names]
+        lines.append(f"| {cell} | " + " | ".join("-" if math.isnan(s) else f"{s:.2f}" for s in seconds) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -270,11 +283,12 @@ def main() -> None:
         1.0 if options.quick else None,
     )
     table = summary(results)
-    print(markdown(table))
+    text = markdown(results)
+    print(text)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         figure = plot(results)
-        (options.output / "paper.md").write_text(markdown(table))
+        (options.output / "paper.md").write_text(text)
         (options.output / "paper.svg").write_text(to_svg(figure))
         (options.output / "paper.png").write_bytes(to_png(figure))
     figures = {ours: {claim: limits(values) for claim, values in claims.items()} for ours, claims in table.items()}

@@ -131,8 +131,8 @@ def run(scale: Scale) -> dict[str, object]:
     design = Design(
         longest=scale.longest,
         capacity=scale.capacity,
-        smallest=64,
-        max_slices=6,
+        smallest=16,
+        max_slices=8,
         num_plans=scale.calibration,
     )
     known, unknown = design.plans(STAGE_LAYERS), random_plans(scale)

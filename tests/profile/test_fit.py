@@ -17,7 +17,15 @@ from infinipipe.profile.regression import nonnegative_least_squares, robust_fit
 from infinipipe.settings import SettingError
 
 FORWARD = PassTime(
-    pair=3e-9, context=-1e-9, token=2e-6, slice=1e-4, reach=1e-7, chunk=1e-3, embedding_token=1e-7, head_token=5e-6
+    pair=3e-9,
+    context=-1e-9,
+    token=2e-6,
+    slice=1e-4,
+    reach=1e-7,
+    chunk=1e-3,
+    embedding_token=1e-7,
+    head_token=5e-6,
+    head_chunk=3e-3,
 )
 BACKWARD = PassTime(pair=7e-9, context=1e-9, token=4e-6, slice=5e-5, reach=4e-7, chunk=2e-3)
 RECOMPUTE = PassTime(pair=3e-9, context=-1e-9, token=2.5e-6, slice=1e-4, chunk=1e-3)

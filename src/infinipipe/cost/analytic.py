@@ -25,6 +25,7 @@ class PassTime:
         stage: a stage's, per chunk, whatever its layers.
         embedding_token: the first stage's, per token.
         head_token: the last stage's head and loss, per token.
+        head_chunk: the same, per chunk.
         context: a layer's, per unit of ``2 C s`` beyond ``pair``: negative where attention to the context, which needs no
             mask, is faster than causal attention.
         reach: a layer's, per token that the slice of a cut sequence attends to: moving keys, values and their gradients.
@@ -38,6 +39,7 @@ class PassTime:
     stage: float = 0.0
     embedding_token: float = 0.0
     head_token: float = 0.0
+    head_chunk: float = 0.0
     context: float = 0.0
     reach: float = 0.0
     short: float = 0.0
@@ -158,11 +160,12 @@ class AnalyticCost:
 
     def pass_time(self, time: PassTime, work: Work[Number], stage: int) -> Number:
         """Seconds of one pass of a stage without recompute."""
-        ends = time.embedding_token if stage == 0 else 0.0
+        per_token, per_chunk = (time.embedding_token if stage == 0 else 0.0), time.stage
         if stage == self.num_stages - 1:
-            ends += time.head_token
+            per_token += time.head_token
+            per_chunk += time.head_chunk
         layers = self.layers_time(time, work, self.stage_layers[stage])
-        return layers + work.tokens * (ends / self.sequence_parallel) + time.stage
+        return layers + work.tokens * (per_token / self.sequence_parallel) + per_chunk
 
     def activation(self, work: Work[Number], stage: int) -> Number:
         """Bytes held between forward and backward without recompute (Eq. 5)."""
@@ -286,7 +289,9 @@ class AnalyticCost:
     def chunk_seconds(self) -> float:
         """Fixed cost of one chunk over all stages, forward and backward (``b1``)."""
         layers, stages = sum(self.stage_layers), self.num_stages
-        return sum(time.chunk * layers + time.stage * stages for time in (self.forward, self.backward))
+        return sum(
+            time.chunk * layers + time.stage * stages + time.head_chunk for time in (self.forward, self.backward)
+        )
 
 
 def sequence_work(lengths: Sequence[int]) -> Work[float]:

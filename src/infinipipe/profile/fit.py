@@ -91,6 +91,7 @@ _PER_LAYER: dict[str, Column] = {
 _PER_STAGE: dict[str, Column] = {
     "stage": lambda data, knot: np.ones_like(data.layers),
     "head_token": lambda data, knot: data.is_last * data.work.tokens,
+    "head_chunk": lambda data, knot: data.is_last,
     "embedding_token": lambda data, knot: data.is_first * data.work.tokens,
 }
 """Where one process is both the first and the last stage, the two of them are the head's, which comes first."""
