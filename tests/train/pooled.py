@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ class Workers:
     def __init__(self) -> None:
         self._pool: WorkerPool | None = None
 
-    def run(self, settings: Settings) -> None:
-        """Run to the end. Raises ``WorkerError``."""
+    def run(self, settings: Settings, *, largest_file: int | None = None) -> None:
+        """Run to the end, unable to write files of more than ``largest_file`` bytes. Raises ``WorkerError``."""
         if self._pool is None:
             self._pool = WorkerPool(self.size)
         try:
-            assert self._pool.run(execute, settings) == [0] * self.size
+            assert self._pool.run(execute, settings, largest_file) == [0] * self.size
         except BaseException:
             self.close()
             raise
@@ -41,8 +42,10 @@ class Workers:
             self._pool = None
 
 
-def execute(rank: int, settings: Settings) -> int:
+def execute(rank: int, settings: Settings, largest_file: int | None) -> int:
     """One worker's part of a run."""
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     job = Job.among(range(settings.parallel.num_processes), torch.device("cpu"))
     return Run(job, settings, "text: kept").execute()
 
@@ -71,6 +74,11 @@ def with_parallel(settings: Settings, **changes: Any) -> Settings:
 def run(pool: Workers, settings: Settings) -> list[Record]:
     """Train on the pool; the steps' records of the whole run, those before a resume included."""
     pool.run(settings)
+    return read_records(settings)
+
+
+def read_records(settings: Settings) -> list[Record]:
+    """The records of all steps of a run."""
     lines = (Path(settings.train.output) / "metrics.jsonl").read_text().splitlines()
     return [record for line in lines if (record := json.loads(line))["kind"] == "step"]
 

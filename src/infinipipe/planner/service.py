@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
@@ -108,8 +110,21 @@ class PlannerService:
         self.close()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._workers, mp_context=context, initializer=_end_with_parent)
 
     def _quick(self, lengths: Sequence[int]) -> Plan:
         settings = dataclasses.replace(self._settings, work_limit=QUICK_TRIES, time_limit=None)
         return plan_step(lengths, self._cost, settings)
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when the process that started it has died without saying so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +26,21 @@ from infinipipe.train.job import Job
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, file_sizes, read_manifest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Reports what the operating system refused, where the serializer has another error in its place."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
 
 
 class Checkpoints:
@@ -79,7 +96,7 @@ class Checkpoints:
             return manifest.step, None, self._refusal(manifest.step, error)
 
     def _write(self, folder: Path, state: dict[str, Tensor], manifest: Manifest | None) -> Path | None:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), process_group=self._job.background)
+        dcp.save(state, storage_writer=_Writer(folder), process_group=self._job.background)
         if manifest is None:
             return None
         return self._folder.commit(folder, replace(manifest, files=file_sizes(folder)))
