@@ -40,6 +40,12 @@ def test_reach_counts_what_a_cut_slice_attends_to() -> None:
     assert extra == pytest.approx([3e-6 * reach for reach in (100, 200, 250, 0)])
 
 
+def test_a_context_costs_a_call_more() -> None:
+    plain, dearer = measured(), measured(resumed=1e-3)
+    extra = [dearer.forward_seconds(chunk, 0) - plain.forward_seconds(chunk, 0) for chunk in CHUNKS]
+    assert extra == pytest.approx([0.0, 3e-3, 3e-3, 0.0])
+
+
 def test_head_and_loss_have_a_fixed_cost() -> None:
     plain, dearer = measured(), measured(head_chunk=0.5)
     extra = [dearer.forward_seconds(CHUNKS[0], stage) - plain.forward_seconds(CHUNKS[0], stage) for stage in (0, 1)]
@@ -61,7 +67,7 @@ def test_recompute_has_its_own_coefficients() -> None:
 
 
 def test_the_table_has_every_term() -> None:
-    cost = measured(context=2e-8, reach=1e-6, short=1e-6, full=200.0, head_chunk=1e-3)
+    cost = measured(context=2e-8, reach=1e-6, resumed=1e-3, short=1e-6, full=200.0, head_chunk=1e-3)
     table = tabulate(cost, CHUNKS)
     for stage in range(2):
         for number, chunk in enumerate(CHUNKS):
@@ -81,7 +87,7 @@ def test_a_small_chunk_needs_its_share_of_the_head_block() -> None:
 
 
 def test_a_file_keeps_every_term(tmp_path: Path) -> None:
-    cost = measured(context=2e-8, reach=1e-6, short=1e-6, full=200.0, head_chunk=1e-3)
+    cost = measured(context=2e-8, reach=1e-6, resumed=1e-3, short=1e-6, full=200.0, head_chunk=1e-3)
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost
     np.testing.assert_array_equal(

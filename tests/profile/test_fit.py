@@ -27,7 +27,7 @@ FORWARD = PassTime(
     head_token=5e-6,
     head_chunk=3e-3,
 )
-BACKWARD = PassTime(pair=7e-9, context=1e-9, token=4e-6, slice=5e-5, reach=4e-7, chunk=2e-3)
+BACKWARD = PassTime(pair=7e-9, context=1e-9, token=4e-6, slice=5e-5, reach=4e-7, resumed=2e-4, chunk=2e-3)
 RECOMPUTE = PassTime(pair=3e-9, context=-1e-9, token=2.5e-6, slice=1e-4, chunk=1e-3)
 MEMORY = MemoryUse(layer=1, layer_kv=1, layer_input=1, kv=1, dkv=1, message=1)
 DESIGN = Design(longest=4096, capacity=2048, smallest=64)
@@ -100,11 +100,19 @@ def test_the_truth_is_found(kind: ActionKind) -> None:
     expected = {ActionKind.FORWARD: FORWARD, ActionKind.BACKWARD: BACKWARD}[kind]
     assert fit.held_out.error_p90 < 1e-6
     assert not fit.quality.warnings
-    for name in ("pair", "context", "token", "chunk", "reach"):
+    for name in ("pair", "context", "token", "chunk", "reach", "resumed", "head_chunk"):
         assert getattr(fit.time, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-13), name
     if kind is ActionKind.BACKWARD:
         assert fit.recompute is not None
         assert fit.recompute.token == pytest.approx(RECOMPUTE.token, rel=1e-3)
+
+
+def test_one_layout_cannot_tell_the_embedding_apart() -> None:
+    samples = layout_samples((2, 3))
+    fit = fit_pass(samples[::2], samples[1::2], ActionKind.FORWARD)
+    assert fit.held_out.error_p90 < 1e-3
+    assert fit.time.embedding_token == 0
+    assert fit.time.token == pytest.approx(FORWARD.token + FORWARD.embedding_token / 2, rel=1e-2)
 
 
 def test_inefficient_small_chunks_are_found() -> None:

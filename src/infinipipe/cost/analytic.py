@@ -29,6 +29,7 @@ class PassTime:
         context: a layer's, per unit of ``2 C s`` beyond ``pair``: negative where attention to the context, which needs no
             mask, is faster than causal attention.
         reach: a layer's, per token that the slice of a cut sequence attends to: moving keys, values and their gradients.
+        resumed: a layer's, per chunk whose first slice has a context: its attention comes in two parts.
         short: a layer's, per token that a chunk has less than ``full``, the tokens from which on a device works at its best.
     """
 
@@ -42,6 +43,7 @@ class PassTime:
     head_chunk: float = 0.0
     context: float = 0.0
     reach: float = 0.0
+    resumed: float = 0.0
     short: float = 0.0
     full: float = 0.0
 
@@ -151,6 +153,9 @@ class AnalyticCost:
         if time.context or time.reach:
             crossed = 2 * work.partial * (work.reach - work.partial)
             per_layer = per_layer + (time.context * crossed + time.reach * work.reach) * share
+        if time.resumed:
+            without_context = larger(work.partial - work.reach + 1.0, work.tokens * 0.0)
+            per_layer = per_layer + time.resumed * (1.0 - without_context)
         if time.short:
             per_layer = per_layer + time.short * larger(time.full - work.tokens * share, work.tokens * 0.0)
         if self.sequence_parallel > 1:

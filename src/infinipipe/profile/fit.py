@@ -85,6 +85,7 @@ _PER_LAYER: dict[str, Column] = {
     "token": lambda data, knot: data.work.tokens,
     "slice": lambda data, knot: data.work.slices,
     "reach": lambda data, knot: data.work.reach,
+    "resumed": lambda data, knot: (data.work.reach > data.work.partial).astype(np.float64),
     "chunk": lambda data, knot: np.ones_like(data.layers),
     "short": lambda data, knot: np.maximum(knot - data.work.tokens, 0.0),
 }
@@ -94,12 +95,16 @@ _PER_STAGE: dict[str, Column] = {
     "head_chunk": lambda data, knot: data.is_last,
     "embedding_token": lambda data, knot: data.is_first * data.work.tokens,
 }
-"""Where one process is both the first and the last stage, the two of them are the head's, which comes first."""
+"""The embedding's share is fitted only where the measured layouts tell it from a layer's and the head's; else it is 0."""
 
 
 def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
     columns = [column(data, knot) * data.layers for column in _PER_LAYER.values()]
-    columns += [column(data, knot) for column in _PER_STAGE.values()]
+    ends = {name: column(data, knot) for name, column in _PER_STAGE.items()}
+    per_token = [data.work.tokens * data.layers, ends["head_token"], ends["embedding_token"]]
+    if np.linalg.matrix_rank(np.stack(per_token, axis=1)) < len(per_token):
+        ends["embedding_token"] = np.zeros_like(data.layers)
+    columns += ends.values()
     if kind is ActionKind.BACKWARD:
         columns += [column(data, knot) * data.recomputed for column in _PER_LAYER.values()]
     return np.stack(columns, axis=1)
