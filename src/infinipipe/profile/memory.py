@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from infinipipe.cost import AnalyticCost, MemoryUse
 from infinipipe.cost.work import chunk_work
-from infinipipe.plan import ActionKind, Plan
+from infinipipe.plan import ActionKind, Chunk, Plan
 from infinipipe.runtime import Event
 
 TOLERANCE = 0.02
@@ -57,7 +58,7 @@ def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: 
     the only one.
     """
     last = cost.num_stages - 1
-    kept, inputs, forward, backward = [], [], [], []
+    kept, inputs, forward, backward = _Ratios(), _Ratios(), _Ratios(), _Ratios()
     for plan, rows in runs:
         replica = plan.replicas[0]
         for stage, events in enumerate(rows):
@@ -73,15 +74,33 @@ def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: 
                     measured = event.after - event.before + received - sent - store
                     if recomputed == 0 and layers:
                         part = layers * cost.layer_activation(work)
-                        kept.append((measured - held + part) / part)
+                        kept.add(chunk, measured - held + part, part)
                     elif recomputed == layers and layers:
                         part = layers * cost.memory.layer_input * chunk.num_tokens / cost.sequence_parallel
-                        inputs.append((measured - held + part) / part)
+                        inputs.add(chunk, measured - held + part, part)
                     if stage < last and recomputed < layers:
                         needed = event.peak - event.before + received - store - held
-                        forward.append(needed / max(1, cost.forward_transient_bytes(chunk, stage, recomputed)))
+                        forward.add(chunk, needed, cost.forward_transient_bytes(chunk, stage, recomputed))
                 elif stage < last or last == 0:
                     store = cost.dkv_bytes(piece.start, stage) if piece is not None and piece.is_tail else 0
                     needed = event.peak - event.before - store
-                    backward.append(needed / max(1, cost.backward_transient_bytes(chunk, stage, recomputed)))
-    return MemoryRatios(*(float(np.median(x)) if x else float("nan") for x in (kept, inputs, forward, backward)))
+                    backward.add(chunk, needed, cost.backward_transient_bytes(chunk, stage, recomputed))
+    return MemoryRatios(kept.typical(), inputs.typical(), forward.typical(), backward.typical())
+
+
+class _Ratios:
+    """Measured over expected bytes of chunks."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, float]] = []
+
+    def add(self, chunk: Chunk, measured: float, expected: float) -> None:
+        if expected > 0:
+            self._rows.append((chunk.num_tokens, measured / expected))
+
+    def typical(self) -> float:
+        """The median over the larger half of the chunks, in which what is independent of tokens hardly counts; NaN if empty."""
+        if not self._rows:
+            return math.nan
+        tokens, ratios = np.array(self._rows).T
+        return float(np.median(ratios[tokens >= np.median(tokens)]))
