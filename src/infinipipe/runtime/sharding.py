@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -45,9 +46,6 @@ class ShardedParameters(Parameters):
                 raise ValueError(
                     f"the master weights of sharded stages must be {wide}, but {name} is {parameter.dtype}"
                 )
-        if stage.is_last:
-            for name, parameter in stage.head.named_parameters():
-                self._head_gradients[name] = torch.zeros_like(parameter)
         precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         if dtype != wide:
             precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
@@ -58,6 +56,17 @@ class ShardedParameters(Parameters):
         for module in self._modules:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+        self._set_prefetch()
+
+    def _set_prefetch(self) -> None:
+        """While a part computes, gather the one that is next: left to itself, FSDP takes the order of several chunks for one."""
+        order = [unit for unit in _units(self._stage) if isinstance(unit, FSDPModule)]
+        for before, after in itertools.pairwise(order):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        for module in self._modules:
+            if module not in order[1:]:
+                module.set_modules_to_backward_prefetch([module])
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._stage.model.named_parameters()
@@ -76,8 +85,10 @@ class ShardedParameters(Parameters):
 
     def begin_step(self) -> None:
         self._deliver = False
-        for buffer in self._head_gradients.values():
-            buffer.zero_()
+        if self._stage.is_last:
+            for name, parameter in self._stage.head.named_parameters():
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self._head_gradients[name] = torch.zeros(parameter.shape, dtype=wide, device=self._stage.device)
         self._set_sync(last=False)
 
     def begin_last_backward(self) -> None:
@@ -99,15 +110,16 @@ class ShardedParameters(Parameters):
             parameter.grad = None
 
     def publish(self) -> None:
-        """Nothing to do: the next gathering copies the masters."""
+        """Let go of the step's buffers; the next gathering copies the masters."""
+        self._head_gradients.clear()
 
 
 def _units(stage: Stage) -> list[nn.Module]:
-    """What is gathered together: each layer, the embedding, the head; a weight tied within the stage goes with the rest."""
+    """What is gathered together, in order: the embedding, each layer, the head; a weight tied within the stage goes with the rest."""
     units: list[nn.Module] = list(stage.layers)
     if not (stage.tied and stage.num_stages == 1):
         if stage.is_first:
-            units.append(stage.model.get_input_embeddings())
+            units.insert(0, stage.model.get_input_embeddings())
         if stage.is_last:
             units.append(stage.head)
     return units
