@@ -141,3 +141,11 @@ def test_refusals_are_one_sentence(
     assert main(["profile", str(tmp_path / "model"), str(tmp_path / "cost.json"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cost.json").exists()
+
+
+def test_a_missing_folder_is_named_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    assert main(["profile", str(tmp_path / "model"), str(tmp_path / "nowhere" / "cost.json")]) == 2
+    shown = capsys.readouterr()
+    assert "there is no folder" in shown.err
+    assert shown.out == ""

@@ -90,6 +90,8 @@ def run(arguments: Sequence[str]) -> int:
     description = "Measure a model's stages on this machine and write the cost file that planning and simulating need."
     options = parse_options(ProfileOptions, "profile", description, arguments)
     design, output = options.design(), Path(options.output)
+    if not output.parent.is_dir():
+        raise SettingError(f"there is no folder {str(output.parent)!r} for output {options.output}; make it first")
     from infinipipe.profile import fit_profile, measure, quality_lines
 
     setup, stage_layers = make_setup(options)
