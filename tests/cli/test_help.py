@@ -31,6 +31,15 @@ def test_help_lists_commands_and_settings(capsys: pytest.CaptureFixture[str]) ->
     assert "--plan.max_slices" in shown
 
 
+def test_an_interruption_ends_in_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infinipipe.cli.plan.run", interrupted)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "infinipipe: interrupted\n"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     program = f"""

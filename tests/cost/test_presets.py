@@ -44,6 +44,13 @@ def test_cost_files_come_back_equal(tmp_path: Path) -> None:
         (('"pair"', '"pears"'), "unknown field 'pears'"),
         (('"stage_layers": [', '"stage_layers": ["a",'), "stage_layers must be a list of whole numbers"),
         (("{", "["), "not JSON"),
+        (("{", "[" * 100_000), "not JSON"),
+        (('"forward": {', '"forward": null, "x": {'), "forward must be an object"),
+        (('"latency": 2e-05', '"latency": NaN'), "latency is 'nan'; it must be a number"),
+        (('"latency": 2e-05', '"latency": 1e308'), "latency is '1e.308'; it must be a number of at most"),
+        (('"states": [', '"states": [-1,'), "states must be a list of whole numbers from 0"),
+        (('"sequence_parallel": 8', '"sequence_parallel": "8"'), "sequence_parallel is '8'; it must be a whole number"),
+        (('"tied": false', '"tied": 3'), "tied is '3'; it must be true or false"),
     ],
 )
 def test_broken_cost_files_are_named(tmp_path: Path, change: tuple[str, str], problem: str) -> None:

@@ -195,6 +195,7 @@ def change_json(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON: it is nested too deeply"),
         ("[]", "no field 'version'"),
         (change_json(version=9), "version 9"),
         (change_json(lengths=[1.5]), "lengths must be a list of whole numbers"),
@@ -205,6 +206,7 @@ def change_json(**changes: Any) -> str:
         (change_json(replicas=[{"pipelines": [[[[0, 1]]]]}]), r"must be \[sequence, start, stop\]"),
         (change_json(replicas=[{"pipelines": [], "actions": [7], "recompute": []}]), "must be a text"),
         (change_json(replicas=[{"pipelines": [], "actions": ["X1"], "recompute": []}]), "action 'X1'"),
+        (change_json(replicas=[{"pipelines": [], "actions": ["F" + "9" * 5000], "recompute": []}]), "action 'F999"),
     ],
 )
 def test_malformed_json_is_named(text: str, message: str) -> None:

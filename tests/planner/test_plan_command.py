@@ -8,7 +8,9 @@ import pytest
 from infinipipe.cli.plan import run
 from infinipipe.cost import save_cost
 from infinipipe.cost.presets import preset
+from infinipipe.data import DataSettings, TokenizerSettings, open_corpus
 from infinipipe.plan import PlanError, load
+from infinipipe.planner import plan_step
 from infinipipe.planner.lengths import read_lengths
 
 
@@ -56,9 +58,48 @@ def test_errors_are_in_words(lengths_file: Path) -> None:
         run([str(lengths_file), "7b-a100", "--memory_budget", "-1"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--memory_budget", "1e300"], "memory_budget is 1e"),
+        (["--num_slices", "1000000000"], "num_slices is 1000000000; it must be at most"),
+        (["--max_slices", "1000000000"], "max_slices is 1000000000; it must be at most"),
+        (["--chunk_seconds", "-5"], "chunk_seconds is -5.0"),
+        (["--chunk_seconds", "1e308"], "chunk_seconds is 1e"),
+        (["--flops_per_second", "0"], "flops_per_second is 0.0"),
+        (["--batch", "2", "--seed", "-1"], "seed is -1"),
+        (["--recompute", "some"], "Expected one of 'auto', 'none', 'all' or int. Got value: some"),
+        (["--max_slices", "2", "--output", "missing/plan.json"], "cannot write 'missing/plan.json': No such file"),
+    ],
+)
+def test_impossible_options_are_errors_in_words(lengths_file: Path, arguments: list[str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run([str(lengths_file), "7b-a100", *arguments])
+
+
+def test_a_plan_is_not_left_half_written(lengths_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="cannot write"):
+        run([str(lengths_file), "7b-a100", "--max_slices", "2", "--output", str(tmp_path / "folder")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "lengths.txt"]
+
+
+def test_sequences_beyond_counting_are_refused() -> None:
+    with pytest.raises(PlanError, match="more than 1099511627776 tokens"):
+        plan_step([5, 10**400], preset("7b-a100", 2))
+
+
+def test_lengths_come_from_a_tokenized_corpus(tmp_path: Path) -> None:
+    for name, text in (("a", "one"), ("b", "two words"), ("c", "x")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    data = DataSettings(files=[str(tmp_path / "*.txt")], cache=str(tmp_path / "cache"), held_out=0)
+    corpus = open_corpus(data, TokenizerSettings(vocab_size=257))
+    assert read_lengths(corpus.train.cache.folder) == corpus.train.lengths.tolist()
+
+
 def test_lengths_come_from_many_files(tmp_path: Path) -> None:
-    np.save(tmp_path / "ends.npy", np.array([3, 10, 11]))
-    assert read_lengths(tmp_path) == [3, 7, 1]
+    (tmp_path / "windows.txt").write_bytes("\ufeff5\r\n6\r\n\r\n".encode())
+    assert read_lengths(tmp_path / "windows.txt") == [5, 6]
     np.save(tmp_path / "lengths.npy", np.array([5, 6]))
     assert read_lengths(tmp_path / "lengths.npy") == [5, 6]
     (tmp_path / "lengths.json").write_text("[1, 2]")
@@ -67,5 +108,22 @@ def test_lengths_come_from_many_files(tmp_path: Path) -> None:
         (tmp_path / "bad.txt").write_text(content)
         with pytest.raises(PlanError, match=problem):
             read_lengths(tmp_path / "bad.txt")
-    with pytest.raises(PlanError, match="cannot read lengths"):
-        read_lengths(tmp_path / "none.txt")
+    for missing in (tmp_path / "none.txt", tmp_path):
+        with pytest.raises(PlanError, match="cannot read lengths"):
+            read_lengths(missing)
+
+
+def test_broken_files_of_lengths_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "archive.npz", np.array([1]))
+    (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
+    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "empty.npy").touch()
+    (tmp_path / "text.npy").write_text("text")
+    (tmp_path / "index.npz").write_text("text")
+    for broken in ("archive.npy", "object.npy", "empty.npy", "text.npy", "."):
+        with pytest.raises(PlanError, match=r"(index|\.np[yz]) is not a NumPy file of numbers"):
+            read_lengths(tmp_path / broken)
+    for content in ("[" * 100_000, "[" + "9" * 5000 + "]"):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(PlanError, match=r"bad\.json is not JSON"):
+            read_lengths(tmp_path / "bad.json")

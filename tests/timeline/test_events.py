@@ -48,6 +48,7 @@ def test_without_messages_communication_is_bubble(simulation: Simulation) -> Non
         ({"format": "other"}, "not a timeline"),
         ({"version": 9}, "version 9"),
         ({"source": "guessed"}, "malformed"),
+        ({"budget": float("inf")}, "malformed"),
         ({"spans": [[["F0", 0.0, "x", 0.0, 0]], []]}, "malformed"),
         ({"spans": [[["F99", 0.0, 1.0, 0.0, 0]], []], "messages": []}, "there are 9 chunks"),
         (
@@ -71,7 +72,7 @@ def test_errors_name_the_file(tmp_path: Path, simulated: Timeline) -> None:
     (tmp_path / "text.json").write_text("no json")
     with pytest.raises(TimelineError, match=r"text\.json: the timeline is not JSON"):
         load(tmp_path / "text.json")
-    with pytest.raises(TimelineError, match="cannot write"):
+    with pytest.raises(ValueError, match="cannot write"):
         save(simulated, tmp_path / "nowhere" / "step.json")
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 COMMANDS = {
     "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
     "profile": ("infinipipe.cli.profile", "measure a model on this machine and write its cost file"),
+    "export": ("infinipipe.cli.export", "write a run's checkpoint as a Hugging Face model"),
     "plan": ("infinipipe.cli.plan", "plan a step and compare planners"),
     "simulate": ("infinipipe.cli.simulate", "what a plan's step will take, and where its time and memory go"),
     "rehearse": ("infinipipe.cli.rehearse", "run a plan's processes and messages with computing replaced by waiting"),
@@ -20,7 +21,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code: 0, 2 for a user's error, 1 for a failure."""
+    """Run a command line; returns the exit code: 0, 2 for a user's error, 1 for a failure, 130 if interrupted."""
     parser = argparse.ArgumentParser(
         prog="infinipipe",
         description="Elastic Pipeline Parallelism: exact, memory-fitted training on long, variable-length sequences.",
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"infinipipe: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("infinipipe: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from infinipipe.settings import SettingError
 
 Options = TypeVar("Options")
 
+MOST_GIB = 2**20
+"""The largest memory budget that an option takes."""
+
 
 def parse_options(kind: type[Options], command: str, description: str, arguments: Sequence[str]) -> Options:
     """The options in ``arguments``. Raises ``SettingError`` in the user's words."""
@@ -29,8 +32,8 @@ def _in_words(message: str) -> str:
     """The parser's message as one sentence without Python's spellings."""
     message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split())).replace("typing.", "")
     message = re.sub(r'^Parser key "(\w+)":', r"--\1:", message)
-    return re.sub(
-        r"Does not validate against any of the Union subtypes Subtypes: \[(\w+).*\] Errors: .* Given value: (.*)",
-        r"Expected a \1. Got value: \2",
-        message,
-    )
+    match = re.fullmatch(r"(.*)Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)", message)
+    if match is not None:
+        kinds = " or ".join(kind for kind in re.split(r", (?![^\[]*\])", match[2]) if kind != "NoneType")
+        message = f"{match[1]}Expected a {kinds}. Got value: {match[3]}"
+    return re.sub(r"a Literal\[(.*?)\]", r"one of \1", message)

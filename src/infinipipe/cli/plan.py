@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import parse_options
+from infinipipe.cli.options import MOST_GIB, parse_options
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, even_stages, flop_cost, state_bytes
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
@@ -23,6 +23,8 @@ from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
 from infinipipe.planner.memory import GIB, readable_bytes
 from infinipipe.simulate import simulate_plan
+
+MOST_CHUNK_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,14 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} is {value}; it must be at least 1")
-        if self.memory_budget is not None and self.memory_budget <= 0:
-            raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0")
+        if self.chunk_seconds is not None and not 0 <= self.chunk_seconds <= MOST_CHUNK_SECONDS:
+            raise PlanError(f"chunk_seconds is {self.chunk_seconds}; it must be from 0 to {MOST_CHUNK_SECONDS}")
+        if self.flops_per_second < 1:
+            raise PlanError(f"flops_per_second is {self.flops_per_second}; it must be at least 1")
+        if self.seed < 0:
+            raise PlanError(f"seed is {self.seed}; it must be at least 0")
+        if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
+            raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
 
     def planner_settings(self) -> PlannerSettings:
         """The planner's part of the options."""

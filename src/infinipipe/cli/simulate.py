@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import parse_options
+from infinipipe.cli.options import MOST_GIB, parse_options
 from infinipipe.cost.analytic import AnalyticCost
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset
@@ -46,6 +46,7 @@ class SimulateOptions:
         require_range("sequence_parallel", self.sequence_parallel, at_least=1)
         if self.memory_budget is not None:
             require_above("memory_budget", self.memory_budget, 0)
+            require_range("memory_budget", self.memory_budget, at_most=MOST_GIB)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from infinipipe.cli.options import parse_options
+from infinipipe.files import write_beside
 from infinipipe.settings import SettingError, require_range
 from infinipipe.timeline import Timeline, load
-from infinipipe.timeline.events import write_beside
 from infinipipe.timeline.figure import draw
 from infinipipe.timeline.page import html_page
 from infinipipe.timeline.png import to_png

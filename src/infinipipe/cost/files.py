@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.shape import CostError, ModelShape
+from infinipipe.files import parse_json, write_beside
 
 VERSION = 1
 _PARTS: dict[str, type] = {
@@ -21,20 +22,37 @@ _PARTS: dict[str, type] = {
     "all_to_all": Link,
     "shape": ModelShape,
 }
+_OPTIONAL = ("recompute", "shape")
+LARGEST = 1e15
+"""Beyond any coefficient, and small enough that times and bytes of a step can be computed."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "float": (_is_number, f"a number of at most {LARGEST:g}"),
+    "int": (_is_count, f"a whole number from 0 to {LARGEST:g}"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+}
+"""Whether a value of a field of that type will do, and what it must be, in words."""
 
 
 def save_cost(cost: AnalyticCost, path: str | Path) -> None:
-    """Write the cost model as JSON, atomically."""
-    path = Path(path)
-    beside = path.with_name(path.name + f".tmp{os.getpid()}")
-    beside.write_text(json.dumps({"version": VERSION} | dataclasses.asdict(cost), indent=2) + "\n")
-    beside.replace(path)
+    """Write the cost model as JSON, atomically. Raises ``WriteError``."""
+    write_beside(path, (json.dumps({"version": VERSION} | dataclasses.asdict(cost), indent=2) + "\n").encode())
 
 
 def load_cost(path: str | Path) -> AnalyticCost:
     """Read a cost file. Raises ``CostError`` naming the file and the field."""
     try:
-        data = json.loads(Path(path).read_text())
+        data = parse_json(Path(path).read_text())
     except OSError as error:
         raise CostError(f"cannot read the cost file {path}: {error.strerror}") from None
     except ValueError:
@@ -42,11 +60,11 @@ def load_cost(path: str | Path) -> AnalyticCost:
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise CostError(f"the cost file {path} is not of version {VERSION}")
     for name, kind in _PARTS.items():
-        if data.get(name) is not None:
+        if name in data and not (data[name] is None and name in _OPTIONAL):
             data[name] = _build(kind, data[name], f"{path}: {name}")
     for name in ("stage_layers", "states"):
-        if not isinstance(data.get(name), list) or not all(type(item) is int for item in data[name]):
-            raise CostError(f"{path}: {name} must be a list of whole numbers")
+        if not isinstance(data.get(name), list) or not all(_is_count(item) for item in data[name]):
+            raise CostError(f"{path}: {name} must be a list of whole numbers from 0 to {LARGEST:g}")
         data[name] = tuple(data[name])
     cost: AnalyticCost = _build(AnalyticCost, data, str(path))
     return cost
@@ -67,8 +85,8 @@ def _build(kind: type, data: object, where: str) -> Any:
     missing = [name for name in needed if name not in data]
     if missing:
         raise CostError(f"{where} has no field {missing[0]!r}")
-    if kind in (PassTime, Link, MemoryUse):
-        for name, value in data.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise CostError(f"{where}.{name} is {value!r}; it must be a number")
+    for name, value in data.items():
+        wanted = str(fields[name].type)
+        if wanted in _CHECKS and not _CHECKS[wanted][0](value):
+            raise CostError(f"{where}.{name} is {str(value)[:40]!r}; it must be {_CHECKS[wanted][1]}")
     return kind(**data)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from infinipipe.files import parse_json
 
 
 class CostError(ValueError):
@@ -101,7 +102,7 @@ class ModelShape:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(path.read_text())
+            config = parse_json(path.read_text())
         except OSError as error:
             raise CostError(f"cannot read the model configuration {path}: {error.strerror}") from None
         except ValueError:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infinipipe.files import parse_json, write_beside
 from infinipipe.plan.types import Action, Chunk, Pipeline, Plan, PlanError, ReplicaPlan, Slice
 
 VERSION = 1
@@ -94,7 +94,7 @@ def _replica(data: Mapping[str, Any], lengths: tuple[int, ...], name: str) -> Re
 def from_json(text: str) -> Plan:
     """Read a plan. Raises ``PlanError`` for anything malformed; structure is checked by ``Plan.validate``."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise PlanError(f"the plan is not JSON: {error}") from None
     version = _field(data, "version", "the plan")
@@ -114,11 +114,8 @@ def from_json(text: str) -> Plan:
 
 
 def save(plan: Plan, path: str | Path) -> None:
-    """Write the plan as JSON, atomically."""
-    path = Path(path)
-    beside = path.with_name(path.name + f".tmp{os.getpid()}")
-    beside.write_text(to_json(plan) + "\n")
-    beside.replace(path)
+    """Write the plan as JSON, atomically. Raises ``WriteError``."""
+    write_beside(path, (to_json(plan) + "\n").encode())
 
 
 def load(path: str | Path) -> Plan:

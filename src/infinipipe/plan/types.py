@@ -126,9 +126,11 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read the form that ``str`` writes, such as ``F12``. Raises ``PlanError``."""
-        match = re.fullmatch(r"([A-Z])(\d+)", text) if isinstance(text, str) else None
+        match = re.fullmatch(r"([A-Z])([0-9]{1,9})", text) if isinstance(text, str) else None
         if match is None or match[1] not in set(ActionKind):
-            raise PlanError(f"action {text!r} is not a letter of F, B followed by a chunk number, such as F12")
+            raise PlanError(
+                f"action {str(text)[:40]!r} is not a letter of F, B followed by a chunk number, such as F12"
+            )
         return cls(ActionKind(match[1]), int(match[2]))
 
 

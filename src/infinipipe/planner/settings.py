@@ -7,6 +7,8 @@ from typing import Literal
 
 from infinipipe.plan import PlanError
 
+MOST_SLICES = 2**16
+"""More slices than this take longer to plan than they can ever be worth."""
 Recompute = Literal["auto", "none", "all"] | int
 
 
@@ -39,6 +41,10 @@ class PlannerSettings:
     work_limit: int = 64
 
     def __post_init__(self) -> None:
+        for name in ("max_slices", "num_slices"):
+            value = getattr(self, name)
+            if value is not None and value > MOST_SLICES:
+                raise PlanError(f"{name} is {value}; it must be at most {MOST_SLICES}")
         for name in ("memory_budget", "token_capacity", "max_slices", "num_slices", "replicas", "work_limit"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -42,6 +42,9 @@ PLANNERS: dict[str, Planner] = {
     "paper-full-recompute": with_recompute("all"),
 }
 
+MOST_TOKENS = 2**40
+"""The longest sequence for which costs, which grow with its square, are still computed exactly enough."""
+
 
 def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings) -> Found:
     """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`."""
@@ -64,6 +67,8 @@ def plan_step(
         raise PlanError("there are no sequences to plan; the batch must have at least one")
     if min(lengths) < 1:
         raise PlanError(f"a sequence has {min(lengths)} tokens; every sequence must have at least 1")
+    if max(lengths) > MOST_TOKENS:
+        raise PlanError(f"a sequence has more than {MOST_TOKENS} tokens, the most that can be planned")
     began = time.perf_counter()
     parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
     jobs = [(index, lengths, part, cost, settings) for index, part in enumerate(parts)]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from infinipipe.files import parse_json
+from infinipipe.files import write_beside as write_beside
 from infinipipe.plan import Action, ActionKind, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
 
 FORMAT = "infinipipe timeline"
@@ -190,7 +191,7 @@ def to_json(timeline: Timeline) -> str:
 def from_json(text: str) -> Timeline:
     """Read a timeline. Raises ``TimelineError``."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except ValueError as error:
         raise TimelineError(f"the timeline is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -199,7 +200,7 @@ def from_json(text: str) -> Timeline:
         raise TimelineError(f"the timeline has version {data.get('version')!r}; this release reads version {VERSION}")
     try:
         timeline = _timeline(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TimelineError(f"the timeline is malformed: {type(error).__name__}: {error}") from None
     _check(timeline)
     return timeline
@@ -250,7 +251,7 @@ def _check(timeline: Timeline) -> None:
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
-    """Write the timeline as JSON, atomically."""
+    """Write the timeline as JSON, atomically. Raises ``WriteError``."""
     write_beside(path, (to_json(timeline) + "\n").encode())
 
 
@@ -264,15 +265,3 @@ def load(path: str | Path) -> Timeline:
         raise TimelineError(f"{path} is not a text file") from None
     except (TimelineError, PlanError) as error:
         raise TimelineError(f"{path}: {error}") from None
-
-
-def write_beside(path: str | Path, content: bytes) -> None:
-    """Write a file beside ``path``, then rename it. Raises ``TimelineError`` if that cannot be done."""
-    path = Path(path)
-    beside = path.with_name(path.name + f".tmp{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise TimelineError(f"cannot write {path}: {error.strerror}") from None
