@@ -22,7 +22,8 @@ def test_chosen_steps_leave_timelines(config: Path, tmp_path: Path) -> None:
     done = train(config, *options, "--parallel.stage_layers", "[2, 1]", output="timelines")
     assert done.code == 0, done.err
     folder = done.output / "timelines"
-    files = ["step-000002.measured.json", "step-000002.plan.json", "step-000002.predicted.json"]
+    kinds = ("html", "measured.json", "plan.json", "predicted.json", "svg")
+    files = [f"step-000002.{kind}" for kind in kinds]
     assert sorted(path.name for path in folder.iterdir()) == files
     plan = load_plan(folder / "step-000002.plan.json")
     measured, predicted = (load(folder / f"step-000002.{kind}.json") for kind in ("measured", "predicted"))

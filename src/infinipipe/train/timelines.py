@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def write_timelines(
     name = f"step-{step:06d}"
     save_plan(plan, folder / f"{name}.plan.json")
     predictions = simulate_plan(plan, cost, budget=budget)
-    for index, (replica, predicted) in enumerate(zip(plan.replicas, predictions, strict=True)):
+    for index, (replica, prediction) in enumerate(zip(plan.replicas, predictions, strict=True)):
         events: list[list[Event]] = [[] for _ in range(plan.num_stages)]
         for part in recorded:
             if part.replica == index and part.sequence == 0:
@@ -52,8 +53,9 @@ def write_timelines(
         measured = measured_timeline(replica, events, memory=memory, budget=budget, name=f"{title}, measured")
         suffix = f".replica-{index}" if len(plan.replicas) > 1 else ""
         save(measured, folder / f"{name}{suffix}.measured.json")
-        save(predicted.timeline, folder / f"{name}{suffix}.predicted.json")
-        both = [predicted.timeline, measured]
+        predicted = dataclasses.replace(prediction.timeline, name=f"{title}, predicted")
+        save(predicted, folder / f"{name}{suffix}.predicted.json")
+        both = [predicted, measured]
         write_beside(folder / f"{name}{suffix}.html", html_page(both, title=title).encode())
         write_beside(folder / f"{name}{suffix}.svg", to_svg(draw(both)).encode())
 
