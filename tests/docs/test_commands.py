@@ -52,6 +52,8 @@ def shorten(words: list[str], folder: Path) -> list[list[str]]:
     program, *arguments = words
     if program == "make":
         return [["make", "-n", "-o", ".venv/.installed", *arguments]]
+    if "config.yaml" in arguments:
+        return []  # tests/train/test_training.py runs these, on a configuration of its own
     if program == "python" and arguments[0].startswith("benchmarks/"):
         assert arguments[1:] == ["--quick"], "documented benchmarks are the quick ones"
         return [["python", *arguments[:1], "--help"]]

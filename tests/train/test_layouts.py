@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infinipipe.cli.main import main
 from infinipipe.cli.train import read_settings
+from infinipipe.train.convert import export
 from infinipipe.train.reference import plain_losses
 from infinipipe.train.settings import Settings
 from infinipipe.verify.pool import WorkerError
@@ -80,6 +82,26 @@ def test_exported_weights_are_the_same_from_every_layout(runs: dict[Layout, Ran]
     for other in others:
         for (name, ours), theirs in zip(first.named_parameters(), other.parameters(), strict=True):
             assert torch.allclose(ours, theirs, atol=2e-3), name
+
+
+def test_a_checkpoint_is_exported_at_any_time(
+    runs: dict[Layout, Ran], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs[1, 2, 2].output
+    assert main(["export", str(folder), str(tmp_path / "model")]) == 0
+    assert "step-00000004" in capsys.readouterr().out
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", folder / "checkpoint"))
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    text = "alpha beta"
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")(text) == AutoTokenizer.from_pretrained(
+        folder / "checkpoint"
+    )(text)
+    export(runs[1, 2, 2].saved, tmp_path / "shards", shard_bytes=20_000)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "shards").dtype == torch.float32
+    assert main(["export", str(folder), str(tmp_path / "model")]) == 2
+    assert "exists; name a new folder" in capsys.readouterr().err
 
 
 def resumed(pool: Workers, settings: Settings, layout: Layout, checkpoint: Path, output: Path) -> list[Record]:

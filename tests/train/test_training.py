@@ -21,6 +21,8 @@ from infinipipe.verify.reference import reference_step
 
 from .conftest import COMMAND, Finished, train
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
+
 
 def test_run_ends_well_and_says_what_it_did(finished: Finished) -> None:
     assert (finished.code, finished.err) == (0, "")
@@ -150,12 +152,34 @@ def _children(parent: int) -> list[int]:
 
 def test_processes_of_torchrun_are_joined(config: Path) -> None:
     output = config.parent / "joined"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
-    command += [*COMMAND[2:], str(config), "--train.output", str(output), "--train.steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    (documented,) = [command for command in commands(DOCUMENT) if command[0] == "torchrun"]
+    command = [sys.executable, "-m", "torch.distributed.run", *documented[1:-1], str(config)]
+    done = subprocess.run(
+        [*command, "--train.output", str(output), "--train.steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert (output / "checkpoint" / "config.json").is_file()
+
+
+def test_documented_commands_train_and_resume_in_another_layout(config: Path) -> None:
+    first, second = [command for command in commands(DOCUMENT) if command[:2] == ["infinipipe", "train"]]
+    begun = train(config, *first[3:], "--train.stop_after", "1", output="documented")
+    assert (begun.code, begun.err) == (0, "")
+    resumed = train(config, *second[3:], "--train.stop_after", "2", output="documented")
+    assert (resumed.code, resumed.err) == (0, "")
+    assert "written by 2 replicas x 2 stages" in resumed.out
+    assert [record["step"] for record in resumed.metrics("step")] == [1, 2]
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The commands in the shell blocks of a document."""
+    blocks = document.read_text().split("```sh\n")[1:]
+    return [line.split() for block in blocks for line in block.split("```")[0].splitlines()]
 
 
 def test_wrong_number_of_processes_is_refused(config: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
+from infinipipe.train.convert import TOKENIZER
 from infinipipe.train.export import save_model
 from infinipipe.train.feed import Feed
 from infinipipe.train.interrupt import STOPPED, StopRequest
@@ -106,6 +107,7 @@ class Run:
             if corpus is not None:
                 self._output.mkdir(parents=True, exist_ok=True)
                 (self._output / "settings.yaml").write_text(self._text)
+                corpus.tokenizer.save_pretrained(self._output / TOKENIZER)
                 metrics = stack.enter_context(MetricsWriter(self._output, after_step=start.step))
                 feed = stack.enter_context(Feed(corpus.train, settings, trainer.planner, start.position))
             stopped = self._steps(trainer, checkpoints, start, corpus, feed, metrics)
