@@ -13,9 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SMALL_PROFILE = "--longest 128 --capacity 64 --smallest 16 --max_slices 4 --plans 8 --repeats 1"
+SMALL_MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 PROGRAMS = ("make", "infinipipe", "python", "torchrun", "srun", "pip")
 
 
@@ -31,11 +41,13 @@ WITH_COMMANDS = [document for document in DOCUMENTS if commands(document)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of what the commands read, with a training run's timelines in place."""
+    """A copy of what the commands read, with a small model and a few lengths."""
     path = tmp_path_factory.mktemp("docs")
     for name in ("examples", "benchmarks", "Makefile", "pyproject.toml", "constraints.txt"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path / name)
+    LlamaConfig(**SMALL_MODEL).save_pretrained(path / "model")
+    (path / "lengths.txt").write_text("100\n20\n30\n5\n")
     yield path
 
 
@@ -57,6 +69,8 @@ def shorten(words: list[str], folder: Path) -> list[list[str]]:
     if program == "python" and arguments[0].startswith("benchmarks/"):
         assert arguments[1:] == ["--quick"], "documented benchmarks are the quick ones"
         return [["python", *arguments[:1], "--help"]]
+    if program == "infinipipe" and arguments[0] == "profile":
+        return [[*words, *SMALL_PROFILE.split()]]
     if program == "infinipipe" and arguments[0] == "timeline" and arguments[1].startswith("runs/"):
         for name in (a for a in arguments if a.startswith("runs/")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
