@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ WITH_COMMANDS = [document for document in DOCUMENTS if commands(document)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the commands read, with a small model and a few lengths."""
     path = tmp_path_factory.mktemp("docs")
     for name in ("examples", "benchmarks", "Makefile", "pyproject.toml", "constraints.txt"):
@@ -48,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path / name)
     LlamaConfig(**SMALL_MODEL).save_pretrained(path / "model")
     (path / "lengths.txt").write_text("100\n20\n30\n5\n")
-    yield path
+    return path
 
 
 def execute(words: list[str], folder: Path, seconds: float = 200) -> subprocess.CompletedProcess[str]:
