@@ -25,6 +25,13 @@ SMALL_MODEL = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
+SMALL_RUN = {
+    "model": {"config": {"model_type": "llama", **SMALL_MODEL, "vocab_size": 300}},
+    "tokenizer": {"vocab_size": 300},
+    "data": {"files": ["text.txt", "examples/*"], "sequences_per_step": 2, "held_out": 0.0},
+    "parallel": {"stages": 2},
+    "train": {"steps": 2},
+}
 PROGRAMS = ("make", "infinipipe", "python", "torchrun", "srun", "pip")
 
 
@@ -47,6 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path / name)
     LlamaConfig(**SMALL_MODEL).save_pretrained(path / "model")
     (path / "lengths.txt").write_text("100\n20\n30\n5\n")
+    (path / "text.txt").write_text("".join(f"{i} green bottles hanging on the wall\n" for i in range(200)))
+    (path / "config.yaml").write_text(json.dumps(SMALL_RUN))
     return path
 
 
