@@ -12,10 +12,11 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from infinipipe.settings import SettingError
+from infinipipe.train.interrupt import STOPPED
 from infinipipe.train.launch import launch
 from infinipipe.train.lock import OutputLock
 from infinipipe.train.place import Place, find_place, set_rendezvous
-from infinipipe.train.report import run_reported
+from infinipipe.train.report import leave, run_reported
 from infinipipe.train.settings import Settings
 
 
@@ -27,7 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     settings, text = read_settings(arguments)
     place = find_place(os.environ)
     if place is not None:
-        return run_reported(lambda: _work(settings, text, place), place.rank)
+        code = run_reported(lambda: _work(settings, text, place), place.rank)
+        return code if code in (0, STOPPED) else leave(code)
     command = [sys.executable, "-m", "infinipipe.cli.main", "train", *arguments]
     output, parallel = Path(settings.train.output), settings.parallel
     lock = OutputLock(output)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 REPORTS = "INFINIPIPE_REPORTS"
 """Environment variable by which a launcher names the folder for reports; absent under other launchers."""
@@ -76,6 +77,13 @@ def run_reported(work: Callable[[], int], rank: int) -> int:
         if folder is not None:
             write_report(Path(folder), rank, Report(message, is_users, time.time()))
         return 2 if is_users else 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after a failure without tearing down communicators in which others may be stuck: that can abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_with_launcher() -> None:
