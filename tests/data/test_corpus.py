@@ -158,7 +158,7 @@ def test_unigram_entropy_of_known_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "held_out", "message"), [("", 0.1, "no usable document"), ("a", 0.1, "none is left")]
+    ("content", "held_out", "message"), [("", 0.1, "no usable document"), ("a", 0.1, "no document is left")]
 )
 def test_corpus_without_sequences_is_refused(tmp_path: Path, content: str, held_out: float, message: str) -> None:
     (tmp_path / "a.txt").write_text(content)
@@ -175,3 +175,26 @@ def test_missing_tokenizer_is_named(corpus_settings: Settings, tmp_path: Path) -
 def test_beginning_token_must_exist(corpus_settings: Settings) -> None:
     with pytest.raises(DataError, match="no beginning-of-sequence token"):
         open_corpus(corpus_settings(), TokenizerSettings(vocab_size=300, add_bos=True))
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.npz", "tokens.bin"])
+@pytest.mark.parametrize("content", [None, b"", b"junk"])
+def test_a_damaged_cache_is_named(corpus_settings: Settings, name: str, content: bytes | None) -> None:
+    file = open_corpus(corpus_settings(), TOKENIZER).train.cache.folder / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=r"the tokenized corpus .* is damaged .*; delete it"):
+        open_corpus(corpus_settings(), TOKENIZER)
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus_settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot write the folder '.*doc00\.txt/tokenizer-.*': "):
+        open_corpus(corpus_settings(cache=str(tmp_path / "doc00.txt")), TOKENIZER)
+
+
+def test_nothing_left_to_train_on_says_why(corpus_settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"20 documents \(100.0%\) above 2 tokens, dropped; raise data.max_length"):
+        open_corpus(corpus_settings(max_length=2), TOKENIZER)
+    with pytest.raises(DataError, match=r"add other documents or set data.held_out to 0"):
+        open_corpus(corpus_settings(files=[str(tmp_path / "doc00.txt")]), TOKENIZER)

@@ -121,3 +121,23 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     settings = DataSettings(files=["x"])
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
         list(read_documents([tmp_path / "gone.txt"], settings, ReadCounts()))
+
+
+def test_a_file_of_several_names_is_read_once_by_its_shortest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/x.txt").write_text("x")
+    Path("linked").symlink_to("a")
+    Path("a/linked.txt").symlink_to("x.txt")
+    Path("a/dead.txt").symlink_to("nowhere")
+    assert find_files(DataSettings(files=["**/*.txt", f"{tmp_path}/a/*.txt"])) == [Path("a/x.txt")]
+
+
+@pytest.mark.parametrize("target", [".", "..", "../../a"])
+def test_links_that_lead_back_are_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x.txt").write_text("x")
+    for name in ("first", "second"):
+        (tmp_path / "a" / "b" / name).symlink_to(target)
+    with pytest.raises(DataError, match=r"follows the symbolic link .*(first|second) back to"):
+        find_files(DataSettings(files=[f"{tmp_path}/**/*"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import zipfile
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -122,18 +123,18 @@ def open_corpus(data: DataSettings, tokenizer: TokenizerSettings, progress: Prog
     if tokenizer.add_bos and loaded.bos_token_id is None:
         raise DataError("tokenizer.add_bos is on, but the tokenizer has no beginning-of-sequence token; turn it off")
     cache = _token_cache(files, data, loaded, tokenizer.add_bos, progress)
+    found = cache.counts.describe(data)
     documents, report = _fit_length(cache, data)
     train, held_out = _split(cache.keys[documents], data.held_out)
     sequences = [Sequences(cache, documents[part], data.max_length) for part in (train, held_out)]
     if not len(sequences[0]):
-        raise DataError(
-            f"the corpus has {len(documents)} usable documents, and none is left to train on; add documents"
-        )
+        advice = "add other documents or set data.held_out to 0" if len(documents) else "raise data.max_length"
+        raise DataError(f"no document is left to train on: {'; '.join((found, *report))}; {advice}")
     return Corpus(
         train=sequences[0],
         held_out=sequences[1],
         tokenizer=loaded,
-        report=(cache.counts.describe(data), *report),
+        report=(found, *report),
         unigram_entropy=unigram_entropy(sequences),
     )
 
@@ -225,10 +226,22 @@ def _token_cache(
     if not folder.is_dir():
         with written_folder(folder) as beside:
             _write_cache(beside, files, settings, tokenizer, add_bos, progress)
+    try:
+        return _read_cache(folder)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"the tokenized corpus {folder} is damaged ({error}); delete it to have it made again"
+        ) from None
+
+
+def _read_cache(folder: Path) -> TokenCache:
     meta = json.loads((folder / "meta.json").read_text())
     index = np.load(folder / "index.npz")
+    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    if len(tokens) != index["ends"][-1]:
+        raise ValueError(f"tokens.bin has {len(tokens)} tokens instead of {index['ends'][-1]}")
     return TokenCache(
-        tokens=np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r"),
+        tokens=tokens,
         ends=index["ends"],
         prompts=index["prompts"],
         keys=index["keys"],

@@ -71,11 +71,14 @@ def expand(pattern: str) -> str:
 
 
 def find_files(settings: DataSettings) -> list[Path]:
-    """The files that ``settings`` name, sorted, each once. Raises ``DataError`` for a glob that matches nothing."""
-    found: set[str] = set()
+    """The files that ``settings`` name, sorted, each once, by its shortest name.
+
+    Raises ``DataError`` for a glob that matches nothing and for a symbolic link that leads back to where it lies.
+    """
+    found: dict[str, str] = {}
     for pattern in settings.files:
         expanded = expand(pattern)
-        matches = [path for path in glob.glob(expanded, recursive=True) if os.path.isfile(path)]
+        matches = _matches(expanded)
         kept = [path for path in matches if not any(fnmatch(path, excluded) for excluded in settings.exclude)]
         if not kept:
             if matches:
@@ -87,8 +90,35 @@ def find_files(settings: DataSettings) -> list[Path]:
             else:
                 problem = f"there is no such file (working folder {os.getcwd()})"
             raise DataError(f"data.files names {pattern!r}, but {problem}")
-        found.update(kept)
-    return [Path(path) for path in sorted(found)]
+        for path in kept:
+            real = os.path.realpath(path)
+            found[real] = min(found.get(real, path), path, key=lambda name: (len(name), name))
+    return [Path(path) for path in sorted(found.values())]
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files that a pattern matches. Raises ``DataError`` at a cycle of symbolic links, which ``**`` would follow for ever."""
+    matches: list[str] = []
+    reached: dict[str, frozenset[str]] = {}
+
+    def real_parents(folder: str) -> frozenset[str]:
+        if folder not in reached:
+            parent = os.path.dirname(folder)
+            above = real_parents(parent) if parent != folder else frozenset()
+            real = os.path.realpath(folder)
+            if real in above and os.path.islink(folder):
+                raise DataError(
+                    f"data.files names {pattern!r}, which follows the symbolic link {folder} back to {real}; remove the link "
+                    "or name the files without it"
+                )
+            reached[folder] = above | {real}
+        return reached[folder]
+
+    for path in glob.iglob(pattern, recursive=True):
+        real_parents(os.path.dirname(path))
+        if os.path.isfile(path):
+            matches.append(path)
+    return matches
 
 
 def read_documents(
