@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.cost.files import save_cost
+
 CONFIG = """
 model:
   config:
@@ -33,14 +36,15 @@ parallel: {{stages: 2}}
 optimizer: {{learning_rate: 0.01, warmup_steps: 2}}
 train: {{output: "{folder}/run", steps: 6, evaluate_every: 4}}
 """
+SHAPE = ModelShape(layers=3, hidden=32, intermediate=64, heads=4, kv_heads=2, head_dim=8, vocab=300, tied=True)
 COMMAND = [sys.executable, "-m", "infinipipe.cli.main", "train"]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """A run that has ended, with the arguments that began it."""
 
-    config: Path
+    arguments: tuple[str, ...]
     output: Path
     code: int
     out: str
@@ -66,9 +70,9 @@ def write_corpus(folder: Path) -> Path:
 
 def train(config: Path, *overrides: str, output: str = "run") -> Finished:
     folder = config.parent / output
-    command = [*COMMAND, str(config), "--train.output", str(folder), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    return Finished(config, folder, done.returncode, done.stdout, done.stderr)
+    arguments = (str(config), "--train.output", str(folder), *overrides)
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    return Finished(arguments, folder, done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="session")
@@ -78,4 +82,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(config: Path) -> Finished:
-    return train(config)
+    """A run planned on a cost file, with timelines of its second step."""
+    cost = config.with_name("cost.json")
+    save_cost(flop_cost(SHAPE, (2, 1), element_bytes=4, flops_per_second=1e9, chunk_seconds=0.25), cost)
+    return train(config, "--train.timeline_steps", "[2]", "--plan.cost", str(cost), "--parallel.stage_layers", "[2, 1]")

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.cli.main import main
+from infinipipe.cli.train import read_settings
+from infinipipe.cost import CostError, flop_cost
 from infinipipe.cost.files import save_cost
 from infinipipe.plan import load as load_plan
 from infinipipe.timeline import Source, load
-from tests.train.conftest import train
+from infinipipe.train.model import model_config
+from infinipipe.train.planning import StepPlanner
 
-SHAPE = ModelShape(layers=3, hidden=32, intermediate=64, heads=4, kv_heads=2, head_dim=8, vocab=300, tied=True)
+from .conftest import SHAPE, Finished
 
 
-def test_chosen_steps_leave_timelines(config: Path, tmp_path: Path) -> None:
-    cost = flop_cost(SHAPE, (2, 1), element_bytes=4, flops_per_second=1e9, chunk_seconds=0.25)
-    save_cost(cost, tmp_path / "cost.json")
-    options = ["--train.timeline_steps", "[2]", "--train.stop_after", "2", "--plan.cost", str(tmp_path / "cost.json")]
-    done = train(config, *options, "--parallel.stage_layers", "[2, 1]", output="timelines")
-    assert done.code == 0, done.err
-    folder = done.output / "timelines"
+def test_chosen_steps_leave_timelines(finished: Finished) -> None:
+    folder = finished.output / "timelines"
     kinds = ("html", "measured.json", "plan.json", "predicted.json", "svg")
     files = [f"step-000002.{kind}" for kind in kinds]
     assert sorted(path.name for path in folder.iterdir()) == files
@@ -33,7 +31,7 @@ def test_chosen_steps_leave_timelines(config: Path, tmp_path: Path) -> None:
             list(row) for row in plan.replicas[0].actions
         ]
     assert predicted.makespan > 0.25
-    (record,) = (record for record in done.metrics("step") if record["step"] == 2)
+    (record,) = (record for record in finished.metrics("step") if record["step"] == 2)
     assert record["plan_hash"] == plan.hash
     assert measured.makespan < record["seconds"]
     for stage, peak in enumerate(record["peak_bytes"]):
@@ -42,18 +40,13 @@ def test_chosen_steps_leave_timelines(config: Path, tmp_path: Path) -> None:
         assert measured.peak(stage) == pytest.approx(states + peak)
 
 
-@pytest.mark.parametrize(
-    ("stages", "options", "message"),
-    [
-        ((1, 2), [], "describes stages of [1, 2] layers, but the run has [2, 1]"),
-        ((2, 1), ["--train.timeline_steps", "[0]"], "train.timeline_steps must be at least 1"),
-    ],
-)
-def test_refusals_name_the_setting(
-    config: Path, tmp_path: Path, stages: tuple[int, ...], options: list[str], message: str
-) -> None:
-    save_cost(flop_cost(SHAPE, stages, element_bytes=4), tmp_path / "cost.json")
-    layers = ["--parallel.stage_layers", "[2, 1]", "--plan.cost", str(tmp_path / "cost.json")]
-    done = train(config, *layers, *options, output="refused")
-    assert done.code != 0
-    assert message in done.err
+def test_a_cost_file_of_other_stages_is_refused(config: Path, tmp_path: Path) -> None:
+    save_cost(flop_cost(SHAPE, (1, 2), element_bytes=4), tmp_path / "cost.json")
+    settings, _ = read_settings([str(config), "--plan.cost", str(tmp_path / "cost.json")])
+    with pytest.raises(CostError, match=r"describes stages of \[1, 2\] layers, but the run has \[2, 1\]"):
+        StepPlanner(settings, model_config(settings.model, 300), (2, 1))
+
+
+def test_steps_count_from_one(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--train.timeline_steps", "[0]"]) == 2
+    assert "train.timeline_steps must be at least 1" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_peaks_of_both_stages_are_reported(finished: Finished) -> None:
 
 
 def test_losses_are_the_plain_models(finished: Finished) -> None:
-    settings, _ = read_settings([str(finished.config)])
+    settings, _ = read_settings(finished.arguments)
     expected = plain_losses(settings, 6)
     losses = [record["loss"] for record in finished.metrics("step")]
     assert losses == pytest.approx(expected, abs=1e-4)
@@ -59,7 +59,7 @@ def test_checkpoint_loads_with_the_loss_it_had(finished: Finished) -> None:
     folder = finished.output / "checkpoint"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
-    settings, _ = read_settings([str(finished.config)])
+    settings, _ = read_settings(finished.arguments)
     corpus = open_corpus(settings.data, settings.tokenizer)
     text = "alpha beta <gamma>"
     assert AutoTokenizer.from_pretrained(folder)(text) == corpus.tokenizer(text)
@@ -70,7 +70,7 @@ def test_checkpoint_loads_with_the_loss_it_had(finished: Finished) -> None:
 
 def test_kept_settings_are_those_of_the_run(finished: Finished) -> None:
     kept, _ = read_settings([str(finished.output / "settings.yaml")])
-    assert kept == read_settings([str(finished.config)])[0]
+    assert kept == read_settings(finished.arguments)[0]
 
 
 def test_users_error_inside_workers_is_one_sentence(config: Path) -> None:
