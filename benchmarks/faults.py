@@ -33,6 +33,12 @@ optimizer: {{warmup_steps: 5}}
 train: {{steps: {steps}, checkpoint_every: {every}, timeout: 20}}
 """
 WORKERS = 2
+PRELOADED = [
+    "infinipipe.train.loop",
+    "infinipipe.cli.train",
+    "transformers.models.llama.modeling_llama",
+    "docstring_parser",
+]
 SECONDS_TO_END = 40.0
 
 
@@ -160,9 +166,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kills = options.kills or (3 if options.quick else 20)
-    steps, every, rng = 12 * kills + 12, 4, random.Random(options.seed)
+    steps, every, rng = 10 * kills + 2, 4, random.Random(options.seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["infinipipe.train.loop", "infinipipe.cli.train"])
+    context.set_forkserver_preload(PRELOADED)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
