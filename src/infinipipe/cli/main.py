@@ -12,7 +12,6 @@ COMMANDS = {
     "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
     "profile": ("infinipipe.cli.profile", "measure a model on this machine and write its cost file"),
     "export": ("infinipipe.cli.export", "write a run's checkpoint as a Hugging Face model"),
-    "export": ("infinipipe.cli.export", "write a run's checkpoint as a Hugging Face model"),
     "plan": ("infinipipe.cli.plan", "plan a step and compare planners"),
     "simulate": ("infinipipe.cli.simulate", "what a plan's step will take, and where its time and memory go"),
     "rehearse": ("infinipipe.cli.rehearse", "run a plan's processes and messages with computing replaced by waiting"),
