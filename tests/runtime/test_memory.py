@@ -102,12 +102,12 @@ CONFIG = LlamaConfig(
 LENGTH, BLOCK = 512, 16
 
 
-def prepare(slices: int, recompute: int) -> tuple[Callable[[], None], int]:
+def prepare(slices: int, recompute: int, config: LlamaConfig = CONFIG) -> tuple[Callable[[], None], int]:
     """A step of one stage on one sequence, and the formula's peak of it."""
     pieces = cut(0, LENGTH, [LENGTH * i // slices for i in range(1, slices)])
     replica = build_replica([Pipeline(tuple(Chunk((p,)) for p in pieces))], 1, recompute=[[recompute] * slices])
-    cost = flop_cost(ModelShape.from_config(CONFIG.to_dict()), (2,), element_bytes=4, states=[0], block_tokens=BLOCK)
-    stage = build_stage(CONFIG, (2,), 0)
+    cost = flop_cost(ModelShape.from_config(config.to_dict()), (2,), element_bytes=4, states=[0], block_tokens=BLOCK)
+    stage = build_stage(config, (2,), 0)
     executor = Executor(stage, connect(1)[0], Parameters(stage), loss_block_tokens=BLOCK)
     batch = Batch.from_tokens([torch.arange(LENGTH) % 128])
 
@@ -145,6 +145,14 @@ def test_the_formula_bounds_a_step_closely(slices: int, recompute: int) -> None:
         step()
     assert meter.current == 0
     assert 0.995 <= formula / meter.peak <= 1.06
+
+
+def test_the_gradient_of_a_large_embedding_is_counted() -> None:
+    step, formula = prepare(slices=8, recompute=2, config=LlamaConfig(**(CONFIG.to_dict() | {"vocab_size": 8000})))
+    with MemoryMeter() as meter:
+        step()
+    assert meter.peak > 8000 * 64 * 4
+    assert 0.98 <= formula / meter.peak <= 1.06
 
 
 def test_a_step_agrees_with_the_allocator() -> None:

@@ -78,6 +78,7 @@ class MemoryUse:
         head_block: bytes of one token block of head and loss on the last stage.
         head_block_tokens: tokens of that block, of which a smaller chunk needs its share; 0 charges the block whole.
         weight_gradient: bytes of that weight gradient.
+        embedding_gradient: bytes of the input embedding's, which ends a backward on the first stage.
     """
 
     layer: float
@@ -98,6 +99,7 @@ class MemoryUse:
     head_block: float = 0.0
     head_block_tokens: float = 0.0
     weight_gradient: float = 0.0
+    embedding_gradient: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +210,8 @@ class AnalyticCost:
 
         Kept layers are behind recomputed ones and are freed before the first of those is computed again, so only a stage
         without a kept layer needs a layer's activations beyond what is held. The gradient of the stage's output is a
-        message; on the last stage, it takes the place of what the head held.
+        message; on the last stage, it takes the place of what the head held. The gradient of the embedding comes when at
+        least the inputs of all layers are gone.
         """
         use, share = self.memory, 1 / self.sequence_parallel
         mlp = larger(
@@ -221,6 +224,9 @@ class AnalyticCost:
             need = work.tokens * (use.message * share) + larger(
                 need - work.tokens * (use.head * share), work.tokens * 0.0
             )
+        if stage == 0 and use.embedding_gradient:
+            freed = use.layer_input * self.stage_layers[stage]
+            need = larger(need, work.tokens * ((use.message - freed) * share) + use.embedding_gradient)
         return need
 
     def forward_seconds(self, chunk: Chunk, stage: int) -> float:

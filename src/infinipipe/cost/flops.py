@@ -51,6 +51,7 @@ def memory_use(shape: ModelShape, *, element_bytes: int, block_tokens: int = 102
         head_block_tokens=block_tokens,
         head_block=block_tokens * shape.vocab * (e if e >= FLOAT32_BYTES else FLOAT32_BYTES + e),
         weight_gradient=hidden * inner * e,
+        embedding_gradient=shape.embedding_weights * e,
     )
 
 
