@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -49,7 +50,9 @@ def export(checkpoint: Path, output: Path, *, shard_bytes: int = SHARD_BYTES) ->
         sizes = []
         for index, names in enumerate(shards):
             tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in names.items()}
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
             sizes.append(write_shard(_plain_names(tensors), beside, index, len(shards)))
     except (OSError, RuntimeError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"the checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from None
