@@ -1,5 +1,6 @@
 """All planners: valid plans within the budget, elastic at least as good as the published method, comparisons, limits."""
 
+import dataclasses
 import random
 
 import pytest
@@ -156,3 +157,30 @@ def test_extreme_batches_are_planned_or_refused(lengths: list[int], budget: int 
     plan.validate()
     if budget is not None:
         check(plan, cost, budget)
+
+
+def test_no_planner_exceeds_a_tiny_token_capacity() -> None:
+    for planner in sorted(PLANNERS):
+        wanted = PlannerSettings(planner=planner, token_capacity=7, num_slices=400, max_slices=400, work_limit=4)
+        try:
+            plan = plan_step([2041, 3], cost_of(2), wanted)
+        except PlanError:
+            assert planner == "packed-1f1b"
+            continue
+        assert max(chunk.num_tokens for chunk in plan.all_chunks()) <= 7
+
+
+def test_the_least_budget_is_that_of_the_neediest_replica() -> None:
+    cost = cost_of(2)
+    wanted = PlannerSettings(planner="packed-1f1b", replicas=2, token_capacity=30_000, memory_budget=1)
+    lengths = [20_000, 12_000, 12_000]
+    with pytest.raises(BudgetError, match=r"^replica [01] needs at least .* at stage \d") as caught:
+        plan_step(lengths, cost, wanted)
+    alone = []
+    for part in ([0], [1, 2]):
+        with pytest.raises(BudgetError) as error:
+            plan_replica(lengths, part, cost, wanted)
+        alone.append(error.value.required)
+    assert alone[1] > alone[0]
+    assert caught.value.required == alone[1]
+    plan_step(lengths, cost, dataclasses.replace(wanted, memory_budget=alone[1])).validate()

@@ -54,7 +54,7 @@ def plan_gpipe_tokens(problem: Replica) -> Found:
     """TeraPipe: slices by its dynamic program, all forwards then all backwards, one recompute setting."""
     drafts = []
     for size in _sizes(problem):
-        borders = terapipe_borders(problem.time(0, size), problem.time)
+        borders = terapipe_borders(problem.time(0, size), problem.time, most_tokens=size)
         chunking = cut_and_pack(problem.lengths, problem.sequences, borders, size)
         drafts.append(problem.draft([chunking.ordered()], "gpipe"))
     _uniform(problem, drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from infinipipe.plan import Chunk, Slice, cut
@@ -54,17 +55,20 @@ def equal_times(target_seconds: float, time: SequenceTime) -> Borders:
     return borders
 
 
-def terapipe_borders(target_seconds: float, time: SequenceTime, *, cells: int = 128) -> Borders:
+def terapipe_borders(
+    target_seconds: float, time: SequenceTime, *, most_tokens: float = math.inf, cells: int = 128
+) -> Borders:
     """TeraPipe's dynamic program: the cut of least total time whose slices take at most ``target_seconds``.
 
-    Slices end on a grid of ``cells``. Since all cuts compute the same, least time is fewest slices, each with its fixed cost.
-    A cell that alone takes longer than the target is a slice of its own.
+    Slices end on a grid of ``cells``, or of more where a cell would exceed ``most_tokens``. Since all cuts compute the same,
+    least time is fewest slices, each with its fixed cost. A cell that alone takes longer than the target is a slice of its own.
     """
 
     def borders(length: int) -> list[int]:
         if time(0, length) <= target_seconds:
             return []
-        edges = sorted({round(length * i / cells) for i in range(cells + 1)})
+        count = max(cells, math.ceil(length / most_tokens))
+        edges = sorted({round(length * i / count) for i in range(count + 1)})
         fewest = [0] + [len(edges)] * (len(edges) - 1)
         came_from = [0] * len(edges)
         for stop in range(1, len(edges)):

@@ -60,7 +60,8 @@ def plan_step(
 
     The plan is valid and within the memory budget. Its metadata holds the planner's name, and for every replica its predicted
     seconds, the gap of its recompute to the solver's bound and, with a budget, the peak bytes of its stages. Replicas are planned
-    one by one, or in several ``processes``. Raises ``PlanError`` for unusable input, ``BudgetError`` if nothing fits.
+    one by one, or in several ``processes``. Raises ``PlanError`` for unusable input, ``BudgetError``, with the most that any
+    replica needs, if one does not fit.
     """
     settings = settings or PlannerSettings()
     if not lengths:
@@ -74,9 +75,13 @@ def plan_step(
     jobs = [(index, lengths, part, cost, settings) for index, part in enumerate(parts)]
     if processes > 1 and len(jobs) > 1:
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            planned = list(pool.map(_plan_part, jobs))
+            outcomes = list(pool.map(_plan_part, jobs))
     else:
-        planned = [_plan_part(job) for job in jobs]
+        outcomes = [_plan_part(job) for job in jobs]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BudgetError)]
+    if errors:
+        raise max(errors, key=lambda error: error.required)
+    planned = [outcome for outcome in outcomes if not isinstance(outcome, BudgetError)]
     plan = Plan(tuple(cost.stage_layers), tuple(lengths), tuple(replica for replica, _, _ in planned))
     peaks = check(plan, cost, settings.memory_budget) if settings.memory_budget is not None else None
     metadata = {
@@ -91,8 +96,8 @@ def plan_step(
 
 def _plan_part(
     job: tuple[int, Sequence[int], Sequence[int], CostModel, PlannerSettings],
-) -> tuple[ReplicaPlan, float, float | None]:
-    """One replica's plan, seconds and solver gap. Raises ``BudgetError`` naming the replica."""
+) -> tuple[ReplicaPlan, float, float | None] | BudgetError:
+    """One replica's plan, seconds and solver gap, or why nothing fits, naming the replica."""
     index, lengths, part, cost, settings = job
     if not part:
         return _idle(len(cost.stage_layers)), 0.0, None
@@ -100,7 +105,7 @@ def _plan_part(
         found = plan_replica(lengths, part, cost, settings)
     except BudgetError as error:
         where = f"replica {index} " if settings.replicas > 1 else ""
-        raise BudgetError(error.required, error.budget, error.stage, error.advice, where) from None
+        return BudgetError(error.required, error.budget, error.stage, error.advice, where)
     return found.replica, found.seconds, None if found.solution is None else found.solution.gap
 
 
