@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinipipe.cost import CostModel
+from infinipipe.files import write_beside
 from infinipipe.plan import Plan
 from infinipipe.plan import save as save_plan
 from infinipipe.runtime import Event
 from infinipipe.simulate import simulate_plan
 from infinipipe.timeline import measured_timeline, save
-from infinipipe.timeline.events import write_beside
 from infinipipe.timeline.figure import draw
 from infinipipe.timeline.page import html_page
 from infinipipe.timeline.svg import to_svg
