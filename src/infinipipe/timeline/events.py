@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from infinipipe.files import parse_json
-from infinipipe.files import write_beside
+from infinipipe.files import parse_json, write_beside
 from infinipipe.plan import Action, ActionKind, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
 
 FORMAT = "infinipipe timeline"
