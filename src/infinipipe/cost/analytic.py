@@ -205,28 +205,29 @@ class AnalyticCost:
         missing = larger(use.head_block_tokens - tokens, tokens * 0.0)
         return use.head_block - missing * (use.head_block / use.head_block_tokens)
 
-    def backward_transient(self, work: Work[Number], stage: int, *, all_recomputed: bool) -> Number:
-        """Bytes that a backward needs while it runs.
+    def backward_transient(self, work: Work[Number], stage: int, *, kept: int) -> Number:
+        """Bytes that a backward needs while it runs, with that many kept layers at least.
 
         Kept layers are behind recomputed ones and are freed before the first of those is computed again, so only a stage
         without a kept layer needs a layer's activations beyond what is held. The gradient of the stage's output is a
-        message; on the last stage, it takes the place of what the head held. The gradient of the embedding comes when at
-        least the inputs of all layers are gone.
+        message; on the last stage, it takes the place of what the head held. The gradient of the embedding comes when what
+        the layers held is gone.
         """
         use, share = self.memory, 1 / self.sequence_parallel
         mlp = larger(
             work.tokens * (use.backward * share), work.tokens * (use.backward_weight * share) + use.weight_gradient
         )
         need = larger(mlp, (work.tokens * use.backward_attention + work.reach * use.backward_context) * share)
-        if all_recomputed and self.stage_layers[stage] > 0:
+        layers, kept = self.stage_layers[stage], min(kept, self.stage_layers[stage])
+        if layers and not kept:
             need = need + self.layer_activation(work) - work.tokens * (use.layer_shared * share)
         if stage == self.num_stages - 1:
             need = work.tokens * (use.message * share) + larger(
                 need - work.tokens * (use.head * share), work.tokens * 0.0
             )
         if stage == 0 and use.embedding_gradient:
-            freed = use.layer_input * self.stage_layers[stage]
-            need = larger(need, work.tokens * ((use.message - freed) * share) + use.embedding_gradient)
+            freed = self.layer_activation(work) * kept + work.tokens * (use.layer_input * share * (layers - kept))
+            need = larger(need, work.tokens * (use.message * share) - freed + use.embedding_gradient)
         return need
 
     def forward_seconds(self, chunk: Chunk, stage: int) -> float:
@@ -256,8 +257,7 @@ class AnalyticCost:
         return round(self.forward_transient(chunk_work(chunk), stage, all_recomputed=all_recomputed))
 
     def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        all_recomputed = layers == self.stage_layers[stage]
-        return round(self.backward_transient(chunk_work(chunk), stage, all_recomputed=all_recomputed))
+        return round(self.backward_transient(chunk_work(chunk), stage, kept=self.stage_layers[stage] - layers))
 
     def message_bytes(self, num_tokens: int) -> int:
         return round(self.memory.message * num_tokens / self.sequence_parallel)
@@ -284,8 +284,8 @@ class AnalyticCost:
             layer_saving=rows(lambda stage: self.layer_saving(work)),
             forward_transient=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=False)),
             forward_transient_full=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=True)),
-            backward_transient=rows(lambda stage: self.backward_transient(work, stage, all_recomputed=False)),
-            backward_transient_full=rows(lambda stage: self.backward_transient(work, stage, all_recomputed=True)),
+            backward_transient=rows(lambda stage: self.backward_transient(work, stage, kept=1)),
+            backward_transient_full=rows(lambda stage: self.backward_transient(work, stage, kept=0)),
         )
 
     def work_seconds(self, work: Work[Number]) -> Number:

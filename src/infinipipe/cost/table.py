@@ -18,7 +18,7 @@ class CostTable:
     """Arrays of shape (stages, chunks), in seconds and bytes, except ``message``: (chunks,) seconds of one transfer.
 
     With ``l`` recomputed layers of a chunk, the backward takes ``l * layer_recompute`` longer, ``l * layer_saving`` bytes less
-    are held, and the transients are the ``_full`` ones if ``l`` is all of the stage's layers.
+    are held, and the transients are the ``_full`` ones if ``l`` is all of the stage's layers; the others hold for any smaller ``l``.
     """
 
     stage_layers: tuple[int, ...]
@@ -75,6 +75,8 @@ def tabulate(cost: CostModel, chunks: Sequence[Chunk]) -> CostTable:
         layer_saving=rows(saving),
         forward_transient=rows(lambda chunk, stage: cost.forward_transient_bytes(chunk, stage, 0)),
         forward_transient_full=rows(lambda chunk, stage: cost.forward_transient_bytes(chunk, stage, layers[stage])),
-        backward_transient=rows(lambda chunk, stage: cost.backward_transient_bytes(chunk, stage, 0)),
+        backward_transient=rows(
+            lambda chunk, stage: cost.backward_transient_bytes(chunk, stage, max(0, layers[stage] - 1))
+        ),
         backward_transient_full=rows(lambda chunk, stage: cost.backward_transient_bytes(chunk, stage, layers[stage])),
     )

@@ -55,9 +55,10 @@ def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: 
     """Compare what plans held, action by action, with ``cost``, whose stages are those measured.
 
     What actions need while they run is compared on all stages but the last, where head and loss come on top, unless it is
-    the only one.
+    the only one; and not where the gradient of the embedding, which is known, is the most.
     """
     last = cost.num_stages - 1
+    layers_alone = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, embedding_gradient=0.0))
     kept, inputs, forward, backward = _Ratios(), _Ratios(), _Ratios(), _Ratios()
     for plan, rows in runs:
         replica = plan.replicas[0]
@@ -84,7 +85,9 @@ def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: 
                 elif stage < last or last == 0:
                     store = cost.dkv_bytes(piece.start, stage) if piece is not None and piece.is_tail else 0
                     needed = event.peak - event.before - store
-                    backward.add(chunk, needed, cost.backward_transient_bytes(chunk, stage, recomputed))
+                    expected = cost.backward_transient_bytes(chunk, stage, recomputed)
+                    if expected == layers_alone.backward_transient_bytes(chunk, stage, recomputed):
+                        backward.add(chunk, needed, expected)
     return MemoryRatios(kept.typical(), inputs.typical(), forward.typical(), backward.typical())
 
 
