@@ -26,6 +26,7 @@ from infinipipe.plan import (
     Slice,
     build_replica,
     cut,
+    cut_sequences,
     from_json,
     load,
     num_splits,
@@ -63,6 +64,12 @@ def test_kinds_follow_from_content() -> None:
     assert [chunk.num_tokens for chunk in chunks()] == [40, 40, 50, 50]
     assert num_splits(chunks()) == 3
     assert num_splits(chunks()[3:]) == 1
+
+
+def test_cut_sequences_name_their_chunks() -> None:
+    pieces = cut(7, 90, [30])
+    assert cut_sequences([Chunk(pieces[:1]), *chunks(), Chunk(pieces[1:])]) == {7: [0, 5], 0: [1, 2, 3]}
+    assert cut_sequences(chunks()[3:]) == {}
 
 
 def test_json_round_trip_and_hash(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from infinipipe.cli.options import MOST_GIB, parse_options
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, even_stages, flop_cost, state_bytes
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
-from infinipipe.plan import ChunkKind, Plan, PlanError, save
+from infinipipe.plan import ChunkKind, Plan, PlanError, cut_sequences, num_splits, save
 from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
@@ -168,12 +168,12 @@ def summarise(
         if len(plan.replicas) > 1:
             console.print(f"replica {index}")
         kinds = Counter(chunk.kind for chunk in replica.chunks)
-        cuts = Counter(chunk.partial.sequence for chunk in replica.chunks if chunk.partial is not None)
+        cuts = cut_sequences(replica.chunks)
         tokens = sum(chunk.num_tokens for chunk in replica.chunks)
         console.print(
             f"{tokens:,} tokens in {len(replica.chunks)} chunks: "
             + ", ".join(f"{kinds[kind]} {kind.value}" for kind in ChunkKind)
-            + f"; {len(cuts)} sequences cut, the most finely into {max(cuts.values(), default=1)} slices; "
+            + f"; {len(cuts)} sequences cut, the most finely into {num_splits(replica.chunks)} slices; "
             f"{len(replica.pipelines)} pipeline{'s' if len(replica.pipelines) != 1 else ''}"
         )
         if not replica.chunks:

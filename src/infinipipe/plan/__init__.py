@@ -34,6 +34,7 @@ from infinipipe.plan.types import (
     ReplicaPlan,
     Slice,
     cut,
+    cut_sequences,
     num_splits,
     whole,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "build_replica",
     "check_deadlock",
     "cut",
+    "cut_sequences",
     "default_warmup",
     "from_json",
     "get_schedule",

@@ -99,11 +99,16 @@ class Pipeline:
 
 def num_splits(chunks: Iterable[Chunk]) -> int:
     """Number of chunks of the most finely cut sequence among ``chunks``; 1 if none is cut."""
-    counts: dict[int, int] = {}
-    for chunk in chunks:
+    return max(map(len, cut_sequences(chunks).values()), default=1)
+
+
+def cut_sequences(chunks: Iterable[Chunk]) -> dict[int, list[int]]:
+    """For every cut sequence, in order of appearance, the places in ``chunks`` of those that hold its slices, in order."""
+    found: dict[int, list[int]] = {}
+    for index, chunk in enumerate(chunks):
         if (piece := chunk.partial) is not None:
-            counts[piece.sequence] = counts.get(piece.sequence, 0) + 1
-    return max(counts.values(), default=1)
+            found.setdefault(piece.sequence, []).append(index)
+    return found
 
 
 class ActionKind(enum.StrEnum):

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from infinipipe.cost import CostModel, CostTable, tabulate
 from infinipipe.cost.work import FloatArray
-from infinipipe.plan import Action, ActionKind, Chunk, Plan, PlanError, ReplicaPlan
+from infinipipe.plan import Action, Chunk, Plan, PlanError, ReplicaPlan, cut_sequences
+from infinipipe.simulate.positions import Positions
 
 IntArray = NDArray[np.int64]
 MIB, GIB = 2**20, 2**30
@@ -45,27 +46,6 @@ def readable_bytes(count: float) -> str:
         if count >= unit:
             return f"{np.ceil(count / unit * 1000) / 1000:.3f} {name}"
     return f"{int(count)} bytes"
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where a stage's actions are: of shape (actions,) ``chunk`` and ``is_forward``, of shape (chunks,) the places."""
-
-    chunk: IntArray
-    is_forward: NDArray[np.bool_]
-    forward_at: IntArray
-    backward_at: IntArray
-
-    @classmethod
-    def of(cls, actions: Sequence[Action]) -> Positions:
-        count = len(actions)
-        chunk = np.fromiter((action.chunk for action in actions), np.int64, count)
-        is_forward = np.fromiter((action.kind is ActionKind.FORWARD for action in actions), np.bool_, count)
-        places = np.arange(count)
-        forward_at, backward_at = np.empty((2, count // 2), np.int64)
-        forward_at[chunk[is_forward]] = places[is_forward]
-        backward_at[chunk[~is_forward]] = places[~is_forward]
-        return cls(chunk, is_forward, forward_at, backward_at)
 
 
 @dataclass(frozen=True)
@@ -141,11 +121,12 @@ def _stage_memory(
     change = np.zeros(count + 1)
     change[own.forward_at] += table.activation[stage]
     change[own.backward_at + 1] -= table.activation[stage]
-    for length, first, last, last_start in _cut_sequences(chunks):
-        store = cost.kv_bytes(length, stage)
+    for held in cut_sequences(chunks).values():
+        first, last = held[0], held[-1]
+        store = cost.kv_bytes(chunks[first].slices[0].length, stage)
         change[own.forward_at[first]] += store
         change[own.backward_at[first] + 1] -= store
-        gradients = cost.dkv_bytes(last_start, stage)
+        gradients = cost.dkv_bytes(chunks[last].context, stage)
         change[own.backward_at[last]] += gradients
         change[own.backward_at[first] + 1] -= gradients
     common = np.cumsum(change[:-1]) + cost.state_bytes(stage) + _messages(stage, positions, sizes)
@@ -157,17 +138,6 @@ def _stage_memory(
     full = common + transient(table.forward_transient_full, table.backward_transient_full)
     saving = table.layer_saving[stage]
     return StageMemory(layers, own, kept, full - layers * saving[own.chunk], saving)
-
-
-def _cut_sequences(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
-    """For every cut sequence: its length, its first and its last chunk, and where its last slice starts."""
-    found: dict[int, tuple[int, int, int, int]] = {}
-    for index, chunk in enumerate(chunks):
-        piece = chunk.partial
-        if piece is not None:
-            first = found[piece.sequence][1] if piece.sequence in found else index
-            found[piece.sequence] = (piece.length, first, index, piece.start)
-    return list(found.values())
 
 
 def _messages(stage: int, positions: Sequence[Positions], sizes: FloatArray) -> FloatArray:

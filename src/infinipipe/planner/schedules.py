@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infinipipe.plan import Action, Backward, Chunk, Forward, backward_order, register_schedule
+from infinipipe.plan import Action, Backward, Chunk, Forward, backward_order, cut_sequences, register_schedule
 from infinipipe.planner.memory import IntArray
 
 LEAD = 2
@@ -32,12 +32,8 @@ def shrinking_window(
     """Forwards and backwards in turn, in a window that shrinks with the most finely cut sequence still to come."""
     chunks = [chunk for pipeline in pipelines for chunk in pipeline]
     order = backward_order(chunks)
-    splits: dict[int, int] = {}
-    for chunk in chunks:
-        if chunk.partial is not None:
-            splits[chunk.partial.sequence] = splits.get(chunk.partial.sequence, 0) + 1
-    partials = [chunks[index].partial for index in order]
-    own = np.array([1 if piece is None else splits[piece.sequence] for piece in partials], np.int64)
+    splits = {index: len(places) for places in cut_sequences(chunks).values() for index in places}
+    own = np.array([splits.get(index, 1) for index in order], np.int64)
     depth = np.maximum.accumulate(own[::-1])[::-1]
     window = np.maximum.accumulate(np.maximum(np.arange(len(order)) + depth, _need(order)))
     ahead = warmup if warmup is not None else lead(num_stages, LEAD)

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from infinipipe.cost import CostModel, CostTable
-from infinipipe.plan import Action, ActionKind, Chunk, ReplicaPlan
-from infinipipe.simulate.engine import Floats, Times
-
-Integers = NDArray[np.int64]
+from infinipipe.plan import ReplicaPlan, cut_sequences
+from infinipipe.simulate.engine import Floats, Integers, Times
+from infinipipe.simulate.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,9 @@ class StageCurve:
 
 def memory_curves(replica: ReplicaPlan, times: Times, table: CostTable, cost: CostModel) -> list[StageCurve]:
     """The memory curve of every stage."""
-    places = [_Places.of(actions, len(replica.chunks)) for actions in replica.actions]
+    places = [Positions.of(actions) for actions in replica.actions]
     buffers = np.array([cost.message_bytes(chunk.num_tokens) for chunk in replica.chunks], np.int64)
     return [_stage_curve(stage, replica, places, times, table, cost, buffers) for stage in range(replica.num_stages)]
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Positions of every chunk's forward and backward in a stage's action list."""
-
-    forward: Integers
-    backward: Integers
-
-    @classmethod
-    def of(cls, actions: Sequence[Action], num_chunks: int) -> _Places:
-        forward, backward = np.zeros((2, num_chunks), np.int64)
-        for position, action in enumerate(actions):
-            (forward if action.kind is ActionKind.FORWARD else backward)[action.chunk] = position
-        return cls(forward, backward)
 
 
 class _Ledger:
@@ -86,7 +69,7 @@ class _Ledger:
 def _stage_curve(
     stage: int,
     replica: ReplicaPlan,
-    places: Sequence[_Places],
+    places: Sequence[Positions],
     times: Times,
     table: CostTable,
     cost: CostModel,
@@ -95,7 +78,7 @@ def _stage_curve(
     states = cost.state_bytes(stage)
     if not replica.chunks:
         return StageCurve(np.zeros(1), np.full(1, states, np.int64), states)
-    forward, backward = places[stage].forward, places[stage].backward
+    forward, backward = places[stage].forward_at, places[stage].backward_at
     layers = np.array(replica.recompute[stage], np.int64)
     everything = layers >= table.stage_layers[stage]
     ledger = _Ledger(times.start[stage], times.end[stage])
@@ -111,20 +94,20 @@ def _stage_curve(
         transient = np.where(everything, full[stage], kept[stage])
         ledger.at_start(position, transient)
         ledger.at_end(position, -transient)
-    for length, first, last, last_start in _cut_sequences(replica.chunks):
-        store, gradients = (
-            np.array([n], np.float64) for n in (cost.kv_bytes(length, stage), cost.dkv_bytes(last_start, stage))
-        )
+    for held in cut_sequences(replica.chunks).values():
+        first, last = held[0], held[-1]
+        store = np.array([cost.kv_bytes(replica.chunks[first].slices[0].length, stage)], np.float64)
+        gradients = np.array([cost.dkv_bytes(replica.chunks[last].context, stage)], np.float64)
         ledger.at_start(forward[[first]], store)
         ledger.at_start(backward[[last]], gradients)
         ledger.at_end(backward[[first]], -store - gradients)
     return ledger.curve(states)
 
 
-def _messages(ledger: _Ledger, stage: int, places: Sequence[_Places], times: Times, buffers: Integers) -> None:
+def _messages(ledger: _Ledger, stage: int, places: Sequence[Positions], times: Times, buffers: Integers) -> None:
     """Buffers of posted receives, of the gradient that a running backward reads, and of outputs whose transfer has not ended."""
     sizes = buffers.astype(np.float64)
-    forward, backward = places[stage].forward, places[stage].backward
+    forward, backward = places[stage].forward_at, places[stage].backward_at
     for position, has_source, has_target, target in (
         (forward, stage > 0, stage < len(places) - 1, stage + 1),
         (backward, stage < len(places) - 1, stage > 0, stage - 1),
@@ -135,17 +118,6 @@ def _messages(ledger: _Ledger, stage: int, places: Sequence[_Places], times: Tim
             ledger.before(posted_before, times.posted[stage][position], sizes)
             (ledger.at_start if position is forward else ledger.at_end)(position, -sizes)
         if has_target:
-            received = places[target].forward if position is forward else places[target].backward
+            received = places[target].forward_at if position is forward else places[target].backward_at
             ledger.after(position, times.end[stage][position], sizes)
             ledger.after(position, times.arrival[target][received], -sizes)
-
-
-def _cut_sequences(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
-    """For every cut sequence: its length, its first and its last chunk, and where its last slice starts."""
-    found: dict[int, tuple[int, int, int, int]] = {}
-    for index, chunk in enumerate(chunks):
-        piece = chunk.partial
-        if piece is not None:
-            first = found[piece.sequence][1] if piece.sequence in found else index
-            found[piece.sequence] = (piece.length, first, index, piece.start)
-    return list(found.values())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinipipe.plan import Chunk, Slice
+from infinipipe.plan import Chunk, Slice, cut_sequences
 from infinipipe.timeline.events import Timeline
 
 
@@ -36,10 +36,9 @@ def describe_chunks(timeline: Timeline) -> list[ChunkDescription]:
     """Every chunk of the timeline. Cut sequences have colours of their own; chunks of whole sequences are grey."""
     chunks = timeline.chunks
     hues = _hues(chunks)
-    pieces: dict[int, list[Slice]] = {}
-    for chunk in chunks:
-        if chunk.partial is not None:
-            pieces.setdefault(chunk.partial.sequence, []).append(chunk.partial)
+    pieces = {
+        sequence: [chunks[index].slices[0] for index in places] for sequence, places in cut_sequences(chunks).items()
+    }
     pipeline_of = [number for number, pipeline in enumerate(timeline.pipelines) for _ in pipeline.chunks]
     return [
         ChunkDescription(
@@ -64,11 +63,10 @@ def _in_words(piece: Slice, siblings: Sequence[Slice]) -> str:
 
 def _hues(chunks: Sequence[Chunk]) -> dict[int, float]:
     """A hue in degrees for every cut sequence, in order of appearance; neighbours are far apart, and none is the red of bubbles."""
-    hues: dict[int, float] = {}
-    for chunk in chunks:
-        if chunk.partial is not None and chunk.partial.sequence not in hues:
-            hues[chunk.partial.sequence] = 60.0 + (190.0 + 0.618034 * 270.0 * len(hues)) % 270.0
-    return hues
+    return {
+        sequence: 60.0 + (190.0 + 0.618034 * 270.0 * number) % 270.0
+        for number, sequence in enumerate(cut_sequences(chunks))
+    }
 
 
 def _color(chunk: Chunk, index: int, hues: dict[int, float], *, lightness: float) -> str:
