@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infinipipe.train.launch import Failure, launch, root_cause
+from infinipipe.train.launch import Failure, _Interruption, launch, root_cause
 from infinipipe.train.report import Report
 
 PROLOGUE = """
@@ -156,6 +156,15 @@ def test_workers_end_with_their_launcher(tmp_path: Path, number: signal.Signals)
         while alive(int(log.read_text())):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_the_first_request_goes_to_the_workers_and_the_second_ends_the_wait() -> None:
+    with subprocess.Popen(["sleep", "600"]) as worker, _Interruption([worker]) as interruption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.asked
+        assert worker.wait(timeout=20) == -signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_order_of_causes() -> None:

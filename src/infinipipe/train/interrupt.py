@@ -16,12 +16,16 @@ class StopRequest:
         self.asked = False
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self) -> None:
+        """What is done at every signal."""
         self.asked = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.note()
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

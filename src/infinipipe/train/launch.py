@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from infinipipe.train.interrupt import STOPPED
+from infinipipe.train.interrupt import STOPPED, StopRequest
 from infinipipe.train.progress import state_path
 from infinipipe.train.report import REPORTS, Report, read_report, report_path
 
@@ -114,32 +112,18 @@ def launch(
     return 2 if cause.is_users else 1
 
 
-class _Interruption:
-    """Passes the first SIGINT or SIGTERM on to the workers; the second raises ``KeyboardInterrupt``."""
+class _Interruption(StopRequest):
+    """Passes the first request on to the workers; the second raises ``KeyboardInterrupt``."""
 
     def __init__(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
-        self.asked = False
+        super().__init__()
         self._workers = workers
-        self._previous: dict[signal.Signals, Any] = {}
 
-    def _handle(self, *_: object) -> None:
+    def note(self) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.terminate()
-
-    def __enter__(self) -> _Interruption:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        super().note()
+        _ask_to_stop(self._workers)
 
 
 def _free_port() -> int:
@@ -195,11 +179,15 @@ def _watch(workers: Sequence[subprocess.Popen[bytes]], logs: Path) -> list[Failu
     ]
 
 
-def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: ask, wait, kill."""
+def _ask_to_stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
+
+
+def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: ask, wait, kill."""
+    _ask_to_stop(workers)
     deadline = time.monotonic() + GRACE_SECONDS
     for worker in workers:
         try:
