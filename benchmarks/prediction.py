@@ -1,19 +1,22 @@
 """How well simulated steps predict real ones: step time and peak memory of random plans that the cost model never saw.
 
 Two processes of one thread run a small Llama in 2 stages. Plans of the profile's design, from which the cost model is
-fitted, and random plans, which are predicted, run interleaved in rounds until the time is up; the first round measures memory.
-A plan's measured step time is the median over its runs, of the least disturbed half where other programs took more than
-2% of the processors from it.
+fitted, and random plans, which are predicted, run interleaved, each until it has as many undisturbed runs as the others,
+until the time is up. A run is undisturbed if a probe of fixed work right before and after it took as long as usual
+(:mod:`infinipipe.profile.timing`). A plan's measured step time is the median over its undisturbed runs, or over its two least
+disturbed ones if it has no more. Memory is measured before, in one run of each plan.
 
 The last line printed is a JSON object:
 
 * ``time_err_p50``, ``time_err_p90``: relative error of predicted step times, over plans;
 * ``memory_err_p50``, ``memory_err_p90``: of predicted peak bytes of activations, over plans and stages;
-* ``noise_p50``, ``noise_p90``: relative difference of the same plan's step time between even and odd rounds;
-* ``disturbed_p50``: share of the actions' time that other programs took, the median over runs;
-* ``work_err_p50``, ``work_err_p90``: error of predicted step times against the measured actions, each with the time for which
-  its thread ran, put together by the simulator: what the cost model alone misses;
-* ``rounds``, ``plans``: how often each plan ran, and how many were predicted.
+* ``noise_p50``, ``noise_p90``: the same plan twice: relative difference of its step time between every other of the runs
+  that count and the rest;
+* ``disturbed_noise_p50``, ``disturbed_noise_p90``: the same between every other of all its runs and the rest;
+* ``simulator_err_p50``, ``simulator_err_p90``: error of the step time that the simulator puts together from the plan's own
+  measured actions: what is left of the error if the cost model knew every action;
+* ``undisturbed``: share of runs that were undisturbed; ``runs``: median over predicted plans of the runs that count;
+* ``plans``: how many plans were predicted.
 """
 
 from __future__ import annotations
@@ -33,20 +36,22 @@ from infinipipe.cost import AnalyticCost
 from infinipipe.plan import ActionKind, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
-from infinipipe.profile.samples import Run, disturbance, makespan, plan_samples
-from infinipipe.profile.workers import MESSAGE_TOKENS, run_plan, time_messages
+from infinipipe.profile.samples import plan_samples
+from infinipipe.profile.timing import Run, rounds, step_seconds, undisturbed, undisturbed_counts
+from infinipipe.profile.workers import MESSAGE_TOKENS, metered_run, time_messages, timed_run
 from infinipipe.simulate import Engine, simulate
 from infinipipe.verify import WorkerPool, random_plan
 
 STAGE_LAYERS = (2, 2)
-QUIET = 0.02
-"""Share that other programs may take of a run that counts as undisturbed."""
-FEWEST_ROUNDS = 2
+MOST_RUNS = 20
+"""Undisturbed runs of a plan that are enough."""
+METERED = 10
+"""Plans of the design whose memory corrects the formula."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: sizes in tokens, and seconds for all rounds."""
+    """How much is measured: sizes in tokens, and the seconds when it must be done."""
 
     longest: int
     capacity: int
@@ -55,7 +60,7 @@ class Scale:
     seconds: float
 
 
-QUICK = Scale(longest=384, capacity=256, calibration=18, tested=20, seconds=32)
+QUICK = Scale(longest=384, capacity=256, calibration=18, tested=20, seconds=42)
 FULL = Scale(longest=2048, capacity=1024, calibration=40, tested=40, seconds=600)
 
 
@@ -81,41 +86,45 @@ def random_plans(scale: Scale, seed: int = 1) -> list[Plan]:
     return plans
 
 
-def measure(setup: Setup, plans: Sequence[Plan], seconds: float) -> tuple[list[Run], list[list[Run]], list[float]]:
-    """Memory runs, timed runs and message times: one run of each plan for memory, then rounds until the time is up."""
-    rng = random.Random(0)
+@dataclass(frozen=True)
+class Measured:
+    """Runs of all plans, the design's first, and seconds of messages."""
+
+    metered: list[Run]
+    timed: list[list[Run]]
+    messages: list[float]
+
+
+def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until: float) -> Measured:
+    """Run everything, until the monotonic clock says ``until``."""
+    plans = [*known, *unknown]
     timed: list[list[Run]] = [[] for _ in plans]
     with WorkerPool(len(STAGE_LAYERS)) as pool:
-        began = time.monotonic()
-        metered: list[Run] = [pool.run(run_plan, setup, plan, True) for plan in plans]
-        round_seconds = 0.0
-        while len(timed[0]) < FEWEST_ROUNDS or time.monotonic() - began + round_seconds < seconds:
-            started = time.monotonic()
-            for index in rng.sample(range(len(plans)), len(plans)):
-                timed[index].append(pool.run(run_plan, setup, plans[index], False))
-            round_seconds = time.monotonic() - started
-        messages: list[float] = pool.run(time_messages, setup, MESSAGE_TOKENS, 10)[0]
-    return metered, timed, messages
+        metered = [metered_run(pool, setup, plan) for plan in (*known[:METERED], *unknown)]
+        messages: list[float] = pool.run(time_messages, setup, MESSAGE_TOKENS, 20)[0]
+        for index in rounds(timed, MOST_RUNS, random.Random(0)):
+            timed[index].append(timed_run(pool, setup, plans[index]))
+            if time.monotonic() > until and min(map(len, timed)) > 0:
+                break
+    return Measured(metered, timed, messages)
 
 
-def step_seconds(runs: Sequence[Run]) -> float:
-    """The median step time of the undisturbed runs, or of the less disturbed half if there are fewer."""
-    ranked = sorted(runs, key=disturbance)
-    quiet = sum(disturbance(run) <= QUIET for run in runs)
-    return statistics.median(makespan(run) for run in ranked[: max(quiet, (len(runs) + 1) // 2)])
-
-
-def undisturbed_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
-    """The step time that follows from what every action's thread ran, the median over runs."""
+def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
+    """The step time that the simulator puts together from the measured actions."""
     replica: ReplicaPlan = plan.replicas[0]
     forward, backward = np.zeros((2, plan.num_stages, len(replica.chunks)))
-    samples = iter(plan_samples(plan, runs, on_cpu=True))
+    samples = iter(plan_samples(plan, runs))
     for stage, actions in enumerate(replica.actions):
         for action in actions:
             table = forward if action.kind is ActionKind.FORWARD else backward
             table[stage, action.chunk] = next(samples).seconds
     message = [cost.message_seconds(chunk.num_tokens) for chunk in replica.chunks]
     return Engine(replica).makespan(forward, backward, message)
+
+
+def difference(runs: Sequence[Run]) -> float:
+    """Of the step time between every other run and the rest, relative."""
+    return step_seconds(runs[::2]) / step_seconds(runs[1::2]) - 1
 
 
 def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -136,39 +145,41 @@ def run(scale: Scale) -> dict[str, object]:
         num_plans=scale.calibration,
     )
     known, unknown = design.plans(STAGE_LAYERS), random_plans(scale)
-    metered, timed, messages = measure(setup, [*known, *unknown], scale.seconds)
-    samples = [plan_samples(p, runs, on_cpu=True) for p, runs in zip(known, timed, strict=False)]
-    ratios = memory_ratios(list(zip(known, metered, strict=False)), formula(setup, STAGE_LAYERS))
-    profile = fit_samples(setup, STAGE_LAYERS, samples, ratios, messages)
+    measured = measure(setup, known, unknown, started + scale.seconds)
+    chosen, counts = undisturbed(measured.timed), undisturbed_counts(measured.timed)
+    samples = [plan_samples(plan, runs) for plan, runs in zip(known, chosen, strict=False)]
+    ratios = memory_ratios(list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, STAGE_LAYERS))
+    profile = fit_samples(setup, STAGE_LAYERS, samples, ratios, measured.messages)
     cost = profile.cost
     for name, fit in (("forward", profile.forward), ("backward", profile.backward)):
         print(f"{name} fit: {fit.quality.error_p50:.1%} / {fit.quality.error_p90:.1%} of {fit.quality.points} actions")
-    print("tokens chunks  measured predicted    error  disturbed   peak MiB measured / predicted by stage")
-    time_errors, work_errors, memory_errors, noise = [], [], [], []
-    for plan, memory, runs in zip(unknown, metered[len(known) :], timed[len(known) :], strict=True):
-        simulation = simulate(plan.replicas[0], cost)
-        measured = step_seconds(runs)
-        time_errors.append(simulation.makespan / measured - 1)
-        work_errors.append(simulation.makespan / undisturbed_seconds(plan, runs, cost) - 1)
-        even, odd = (statistics.median(makespan(r) for r in runs[first::2]) for first in (0, 1))
-        noise.append(even / odd - 1)
+    print("tokens chunks  measured predicted    error  runs undisturbed   peak MiB measured / predicted by stage")
+    time_errors, simulator_errors, memory_errors = [], [], []
+    first = len(known)
+    for plan, memory, runs, everything, count in zip(
+        unknown, measured.metered[METERED:], chosen[first:], measured.timed[first:], counts[first:], strict=True
+    ):
+        simulation, seconds = simulate(plan.replicas[0], cost), step_seconds(runs)
+        time_errors.append(simulation.makespan / seconds - 1)
+        simulator_errors.append(assembled_seconds(plan, runs, cost) / seconds - 1)
         cells = []
-        for stage, row in enumerate(memory):
+        for stage, row in enumerate(memory.events):
             peak = max(event.peak for event in row)
             predicted = simulation.peaks[stage] - cost.state_bytes(stage)
             memory_errors.append(predicted / peak - 1)
             cells.append(f"{peak / 2**20:.2f} / {predicted / 2**20:.2f}")
         print(
-            f"{plan.num_tokens:6d} {len(plan.replicas[0].chunks):6d} {measured * 1e3:7.0f} ms {simulation.makespan * 1e3:6.0f} ms"
-            f" {time_errors[-1]:+8.1%} {statistics.median(map(disturbance, runs)):10.0%}   {'   '.join(cells)}"
+            f"{plan.num_tokens:6d} {len(plan.replicas[0].chunks):6d} {seconds * 1e3:7.0f} ms {simulation.makespan * 1e3:6.0f} ms"
+            f" {time_errors[-1]:+8.1%} {len(everything):5d} {count:11d}   {'   '.join(cells)}"
         )
     return {
         **quantiles("time_err", time_errors),
         **quantiles("memory_err", memory_errors),
-        **quantiles("noise", noise),
-        "disturbed_p50": statistics.median(disturbance(r) for runs in timed for r in runs),
-        **quantiles("work_err", work_errors),
-        "rounds": len(timed[0]),
+        **quantiles("noise", [difference(runs) for runs in chosen[first:] if len(runs) > 1]),
+        **quantiles("disturbed_noise", [difference(runs) for runs in measured.timed[first:] if len(runs) > 1]),
+        **quantiles("simulator_err", simulator_errors),
+        "undisturbed": sum(counts) / sum(map(len, measured.timed)),
+        "runs": statistics.median(map(len, chosen[first:])),
         "plans": len(unknown),
         "seconds": time.monotonic() - started,
     }

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from infinipipe.cli.main import main
 from infinipipe.cost.files import load_cost
-from infinipipe.profile import Design, Measurements, Setup, fit_profile, formula, measure
+from infinipipe.profile import Design, Parts, Setup, fit_profile, formula, measure
 from infinipipe.profile.session import setups, with_layers
 from infinipipe.simulate import simulate
 
@@ -57,31 +57,34 @@ def test_an_interrupted_profile_goes_on(tmp_path: Path) -> None:
         measure(setup, DESIGN, 1, partial, stop)
     before = partial.read_text()
     assert len(before.splitlines()) == 1 + 5
-    measurements = measure(setup, DESIGN, 1, partial, lambda what, done, total: None)
+    measured = measure(setup, DESIGN, 1, partial, lambda what, done, total: None)
     after = partial.read_text()
     assert after.startswith(before)
-    assert len(after.splitlines()) == 1 + 2 * 2 * DESIGN.num_plans + 2
-    profile = fit_profile(setup, DESIGN, 1, measurements, (1, 1))
+    timed = [runs for _, runs in measured.timed]
+    assert len(measured.metered) == len(timed) == 2 * DESIGN.num_plans
+    assert min(map(len, timed)) >= 1
+    assert len(after.splitlines()) == 1 + len(measured.metered) + sum(map(len, timed)) + 2
+    profile = fit_profile(setup, measured, (1, 1))
     assert 0.95 < profile.memory.kept < 1.05
     assert 0.9 < profile.memory.backward < 1.1
-    for plan, peaks in ((plan, measurements.runs(0, p, [0])[0]) for p, plan in enumerate(DESIGN.plans((1, 1)))):
+    for plan, run in measured.metered[: DESIGN.num_plans]:
         simulated = simulate(plan.replicas[0], profile.cost)
-        for stage, events in enumerate(peaks):
-            measured = max(event.peak for event in events)
-            assert simulated.peaks[stage] - profile.cost.states[stage] == pytest.approx(measured, rel=0.15)
+        for stage, events in enumerate(run.events):
+            peak = max(event.peak for event in events)
+            assert simulated.peaks[stage] - profile.cost.states[stage] == pytest.approx(peak, rel=0.15)
 
 
-def test_measurements_resume_only_their_own(tmp_path: Path) -> None:
+def test_parts_resume_only_their_own(tmp_path: Path) -> None:
     path = tmp_path / "partial"
-    first = Measurements.resume(path, "a")
-    assert first.get("x", lambda: 1) == 1
-    assert first.get("x", lambda: 2) == 1
+    first = Parts.resume(path, "a")
+    assert first.get("x", lambda: [1]) == [1]
+    assert first.get("x", lambda: [2]) == [1]
     with path.open("a") as file:
         file.write('{"y": 3')
-    again = Measurements.resume(path, "a")
-    assert again.parts == {"x": 1}
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"key": "a"}, {"x": 1}]
-    assert Measurements.resume(path, "b").parts == {}
+    again = Parts.resume(path, "a")
+    assert again.stored == {"x": [1]}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"key": "a"}, {"x": [1]}]
+    assert Parts.resume(path, "b").stored == {}
 
 
 def test_layers_are_told_from_stages() -> None:

@@ -38,7 +38,6 @@ def test_events_follow_the_plan_and_its_memory() -> None:
     for event in events:
         assert event.peak >= max(event.before, event.after)
         assert event.waited >= 0
-        assert 0 < event.ran <= (event.end - event.start) * 1.5 + 0.01
     assert all(a.end <= b.start for a, b in itertools.pairwise(events))
 
 
@@ -52,5 +51,4 @@ def test_waiting_is_not_running() -> None:
     (event,) = recorder.events()
     assert event.waited == pytest.approx(0.02, abs=0.015)
     assert event.end - event.start == pytest.approx(0.03, abs=0.02)
-    assert event.ran < 0.01
     assert (event.before, event.peak, event.after) == (0, 0, 0)

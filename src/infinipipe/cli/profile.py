@@ -43,7 +43,7 @@ class ProfileOptions:
         smallest: tokens of the smallest slice.
         max_slices: most slices of a sequence.
         plans: how many plans of a few chunks are measured.
-        repeats: how often each.
+        repeats: undisturbed runs of each that are waited for.
         loss_block_tokens: tokens whose logits exist at once.
     """
 
@@ -97,8 +97,8 @@ def run(arguments: Sequence[str]) -> int:
     setup, stage_layers = make_setup(options)
     partial = output.with_name(output.name + ".partial")
     with progress_bar() as report:
-        measurements = measure(setup, design, options.repeats, partial, report)
-    profile = fit_profile(setup, design, options.repeats, measurements, stage_layers)
+        measured = measure(setup, design, options.repeats, partial, report)
+    profile = fit_profile(setup, measured, stage_layers)
     for line in quality_lines(profile):
         print(line)
     save_cost(profile.cost, output)

@@ -12,7 +12,7 @@ import numpy as np
 from infinipipe.cost import AnalyticCost, MemoryUse
 from infinipipe.cost.work import chunk_work
 from infinipipe.plan import ActionKind, Chunk, Plan
-from infinipipe.runtime import Event
+from infinipipe.profile.timing import Run
 
 TOLERANCE = 0.02
 """Measured bytes within this of the formula leave it as it is: the rest is buffers of messages on their way."""
@@ -51,7 +51,7 @@ class MemoryRatios:
         )
 
 
-def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: AnalyticCost) -> MemoryRatios:
+def memory_ratios(runs: Sequence[tuple[Plan, Run]], cost: AnalyticCost) -> MemoryRatios:
     """Compare what plans held, action by action, with ``cost``, whose stages are those measured.
 
     What actions need while they run is compared on all stages but the last, where head and loss come on top, unless it is
@@ -60,9 +60,9 @@ def memory_ratios(runs: Sequence[tuple[Plan, Sequence[Sequence[Event]]]], cost: 
     last = cost.num_stages - 1
     layers_alone = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, embedding_gradient=0.0))
     kept, inputs, forward, backward = _Ratios(), _Ratios(), _Ratios(), _Ratios()
-    for plan, rows in runs:
+    for plan, run in runs:
         replica = plan.replicas[0]
-        for stage, events in enumerate(rows):
+        for stage, events in enumerate(run.events):
             layers = cost.stage_layers[stage]
             for action, event in zip(replica.actions[stage], events, strict=True):
                 chunk, recomputed = replica.chunks[action.chunk], replica.recompute[stage][action.chunk]

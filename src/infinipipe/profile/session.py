@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import platform
@@ -20,15 +21,17 @@ from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
-from infinipipe.profile.samples import Run, plan_samples
+from infinipipe.profile.samples import plan_samples
+from infinipipe.profile.timing import Run, rounds, undisturbed, undisturbed_counts
 from infinipipe.profile.workers import (
     EXCHANGE_BYTES,
     MESSAGE_TOKENS,
     Setup,
-    run_plan,
+    metered_run,
     time_exchanges,
     time_messages,
     time_optimizer,
+    timed_run,
 )
 from infinipipe.runtime import Event
 from infinipipe.verify.pool import WorkerPool
@@ -46,20 +49,39 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and how many there are."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a profile measures.
+
+    Attributes:
+        metered: every plan of every layout with its run for memory; the layouts are those of :func:`setups`.
+        timed: every plan with its runs for times, layout after layout.
+        messages: seconds of messages of ``MESSAGE_TOKENS``; empty if there is one process.
+        optimizer: seconds of an optimizer step of every stage.
+        exchanges: seconds of all-to-alls of ``EXCHANGE_BYTES``; empty without sequence parallelism.
+    """
+
+    metered: list[tuple[Plan, Run]]
+    timed: list[tuple[Plan, list[Run]]]
+    messages: list[float]
+    optimizer: list[float]
+    exchanges: list[float]
+
+
 @dataclass
-class Measurements:
-    """Everything that a profile measures, by name; written after every part, so that it can go on where it stopped.
+class Parts:
+    """What has been measured so far, by name; written after every part, so that a profile can go on where it stopped.
 
     Attributes:
         path: where the parts are kept, if anywhere.
-        parts: events of ``SETUP/plan/ROUND``, seconds of messages and of optimizer steps.
+        stored: the parts, as JSON has them.
     """
 
     path: Path | None
-    parts: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def resume(cls, path: Path | None, key: str) -> Measurements:
+    def resume(cls, path: Path | None, key: str) -> Parts:
         """What an interrupted profile with the same ``key`` has left at ``path``; a file of another is begun anew."""
         result = cls(path)
         if path is None:
@@ -70,24 +92,30 @@ class Measurements:
         except ValueError:
             stored = [json.loads(line) for line in lines[:-1]]
         if stored and stored[0] == {"key": key}:
-            result.parts = {name: value for line in stored[1:] for name, value in line.items()}
-        text = [json.dumps({"key": key}), *(json.dumps({name: value}) for name, value in result.parts.items())]
+            result.stored = {name: value for line in stored[1:] for name, value in line.items()}
+        text = [json.dumps({"key": key}), *(json.dumps({name: value}) for name, value in result.stored.items())]
         path.write_text("\n".join(text) + "\n")
         return result
 
-    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+    def get(self, name: str, measure: Callable[[], list[Any]]) -> list[Any]:
         """The part of that name, measured if it is not there yet."""
-        if name not in self.parts:
-            self.parts[name] = measure()
+        if name not in self.stored:
+            self.stored[name] = measure()
             if self.path is not None:
                 with self.path.open("a") as file:
-                    file.write(json.dumps({name: self.parts[name]}) + "\n")
-        return self.parts[name]
+                    file.write(json.dumps({name: self.stored[name]}) + "\n")
+        part: list[Any] = self.stored[name]
+        return part
 
-    def runs(self, setup: int, plan: int, rounds: Sequence[int]) -> list[Run]:
-        """Recorded runs of a plan."""
-        parts = (self.parts[f"{setup}/{plan}/{number}"] for number in rounds)
-        return [[[Event(*event) for event in row] for row in part] for part in parts]
+    def run(self, name: str, measure: Callable[[], Run]) -> Run:
+        """The run of that name, measured if it is not there yet."""
+
+        def plain() -> list[Any]:
+            run = measure()
+            return [[[dataclasses.astuple(event) for event in row] for row in run.events], run.probes]
+
+        rows, probes = self.get(name, plain)
+        return Run(tuple(tuple(Event(*event) for event in row) for row in rows), tuple(probes))
 
 
 def setups(setup: Setup) -> list[Setup]:
@@ -110,48 +138,41 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 def measure(
     setup: Setup, design: Design, repeats: int, partial: Path | None, progress: Progress, *, seed: int = 0
-) -> Measurements:
-    """Run everything: every plan once for its memory, then all plans ``repeats`` times in random order.
+) -> Measured:
+    """Run everything: every plan once for its memory, then all plans until each has ``repeats`` undisturbed runs.
 
-    ``partial`` is where parts are kept as they come. Raises ``WorkerError`` if a process fails.
+    The plans come in random order in every round; where the machine is never undisturbed for long, the least disturbed runs
+    must do. ``partial`` is where parts are kept as they come. Raises ``WorkerError`` if a process fails.
     """
     variants = setups(setup)
     shape = ([variant.key for variant in variants], setup.threads, setup.sequence_parallel, design, repeats, seed)
-    key = hashlib.sha256(repr(shape).encode()).hexdigest()
-    measurements = Measurements.resume(partial, key)
-    jobs = [
-        (v, p, plan) for v, variant in enumerate(variants) for p, plan in enumerate(design.plans(variant.stage_layers))
-    ]
-    total, done = len(jobs) * (repeats + 1), 0
-    rng = random.Random(seed)
+    parts = Parts.resume(partial, hashlib.sha256(repr(shape).encode()).hexdigest())
+    jobs = [(variant, plan) for variant in variants for plan in design.plans(variant.stage_layers)]
+    metered: list[tuple[Plan, Run]] = []
+    timed: list[list[Run]] = [[] for _ in jobs]
+    total = len(jobs) * (repeats + 1)
     backend = "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl"
+    messages, exchanges = [], []
     with WorkerPool(len(setup.stage_layers), backend=backend, timeout=TIMEOUT) as pool:
-        for number in range(repeats + 1):
-            what = "memory" if number == 0 else f"times, round {number} of {repeats}"
-            for v, p, plan in rng.sample(jobs, len(jobs)):
-                progress(what, done, total)
-                measurements.get(f"{v}/{p}/{number}", recorded(pool, variants[v], plan, metered=number == 0))
-                done += 1
-        progress("messages and optimizer", done, total)
+        for number, job in enumerate(jobs):
+            progress("memory", number, total)
+            metered.append((job[1], parts.run(f"{number}/memory", functools.partial(metered_run, pool, *job))))
+        for number in rounds(timed, repeats, random.Random(seed)):
+            useful = sum(min(count, repeats) for count in undisturbed_counts(timed))
+            progress("times", len(jobs) + useful, total)
+            name = f"{number}/{len(timed[number])}"
+            timed[number].append(parts.run(name, functools.partial(timed_run, pool, *jobs[number])))
+        progress("messages and optimizer", total, total)
         if len(setup.stage_layers) > 1:
-            measurements.get("messages", lambda: pool.run(time_messages, setup, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
-        measurements.get("optimizer", lambda: pool.run(time_optimizer, setup, OPTIMIZER_REPEATS))
-    if setup.sequence_parallel > 1 and "exchanges" not in measurements.parts:
-        progress("all-to-alls", done, total)
+            messages = parts.get("messages", lambda: pool.run(time_messages, setup, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
+        optimizer = parts.get("optimizer", lambda: pool.run(time_optimizer, setup, OPTIMIZER_REPEATS))
+    if setup.sequence_parallel > 1:
+        progress("all-to-alls", total, total)
         with WorkerPool(setup.sequence_parallel, backend=backend) as pool:
             arguments = (setup.device, EXCHANGE_BYTES, MESSAGE_REPEATS)
-            measurements.get("exchanges", lambda: pool.run(time_exchanges, *arguments)[0])
-    return measurements
-
-
-def recorded(pool: WorkerPool, setup: Setup, plan: Plan, *, metered: bool) -> Callable[[], list[Any]]:
-    """What runs a plan when it is called, and returns its events as lists."""
-
-    def run() -> list[Any]:
-        rows = pool.run(run_plan, setup, plan, metered)
-        return [[dataclasses.astuple(event) for event in row] for row in rows]
-
-    return run
+            exchanges = parts.get("exchanges", lambda: pool.run(time_exchanges, *arguments)[0])
+    plans = [plan for _, plan in jobs]
+    return Measured(metered, list(zip(plans, timed, strict=True)), messages, optimizer, exchanges)
 
 
 @dataclass(frozen=True)
@@ -172,24 +193,17 @@ class Profile:
     optimizer_seconds: tuple[float, ...] = ()
 
 
-def fit_profile(
-    setup: Setup, design: Design, repeats: int, measurements: Measurements, stage_layers: Sequence[int]
-) -> Profile:
+def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -> Profile:
     """Fit a cost model over ``stage_layers`` to what was measured on ``setup``'s stages. Raises ``ValueError``."""
-    samples: list[list[Sample]] = []
-    metered: list[tuple[Plan, Run]] = []
-    for v, variant in enumerate(setups(setup)):
-        for p, plan in enumerate(design.plans(variant.stage_layers)):
-            runs = measurements.runs(v, p, range(1, repeats + 1))
-            samples.append(plan_samples(plan, runs, on_cpu=setup.device == "cpu"))
-            if v == 0:
-                metered += [(plan, run) for run in measurements.runs(v, p, [0])]
+    chosen = undisturbed([runs for _, runs in measured.timed])
+    samples = [plan_samples(plan, runs) for (plan, _), runs in zip(measured.timed, chosen, strict=True)]
+    metered = [(plan, run) for plan, run in measured.metered if plan.stage_layers == setup.stage_layers]
     ratios = memory_ratios(metered, formula(dataclasses.replace(setup, sequence_parallel=1), setup.stage_layers))
-    profile = fit_samples(setup, stage_layers, samples, ratios, measurements.parts.get("messages", ()))
+    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages)
     cost = profile.cost
-    if "exchanges" in measurements.parts:
-        cost = dataclasses.replace(cost, all_to_all=fit_link(EXCHANGE_BYTES, measurements.parts["exchanges"]))
-    return dataclasses.replace(profile, cost=cost, optimizer_seconds=tuple(measurements.parts["optimizer"]))
+    if measured.exchanges:
+        cost = dataclasses.replace(cost, all_to_all=fit_link(EXCHANGE_BYTES, measured.exchanges))
+    return dataclasses.replace(profile, cost=cost, optimizer_seconds=tuple(measured.optimizer))
 
 
 def fit_samples(

@@ -6,6 +6,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 
 from infinipipe.model import build_stage
 from infinipipe.plan import Direction, Plan
+from infinipipe.profile.timing import Run
 from infinipipe.runtime import (
     AllocatorMeter,
     Batch,
@@ -25,9 +27,13 @@ from infinipipe.runtime import (
     Recorder,
     pair_groups,
 )
+from infinipipe.verify.pool import WorkerPool
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 """Sizes of the messages that are timed."""
+PROBE_SHAPES = ((128, 256), (256, 704), (704, 256))
+PROBE_TURNS = 4
+"""Some milliseconds of a core's work."""
 EXCHANGE_BYTES = (2**12, 2**16, 2**20, 2**23)
 """Sizes of the all-to-alls that are timed: what one process sends and keeps."""
 
@@ -79,6 +85,28 @@ class _Bench:
         self.parameters = Parameters(self.stage)
         self.transport = ProcessGroupTransport(ranks, pair_groups([ranks]))
         self.executor = Executor(self.stage, self.transport, self.parameters, loss_block_tokens=setup.loss_block_tokens)
+        self._probe = [torch.randn(shape, device=device) for shape in PROBE_SHAPES]
+        self.probe()
+
+    def probe(self) -> float:
+        """Seconds of a small piece of fixed work."""
+        first, second, third = self._probe
+        self.synchronize()
+        start = time.monotonic()
+        for _ in range(PROBE_TURNS):
+            torch.mm(torch.nn.functional.silu(torch.mm(first, second)), third)
+        self.synchronize()
+        return time.monotonic() - start
+
+    def batch(self, plan: Plan) -> Batch:
+        """Random tokens for a plan."""
+        generator = torch.Generator().manual_seed(0)
+        return Batch.from_tokens([torch.randint(0, self.vocab, (n,), generator=generator) for n in plan.lengths])
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 _benches: dict[str, _Bench] = {}
@@ -90,24 +118,41 @@ def _bench(rank: int, setup: Setup) -> _Bench:
     return _benches[setup.key]
 
 
-def run_plan(rank: int, setup: Setup, plan: Plan, metered: bool) -> list[Event]:
-    """Run a plan's first replica on random tokens and record it; with live bytes, and then not for its times, if ``metered``."""
+def time_plan(rank: int, setup: Setup, plan: Plan) -> tuple[list[Event], float]:
+    """Run a plan's first replica on random tokens: its events, and seconds of the slower of the probes before and after."""
     bench = _bench(rank, setup)
-    generator = torch.Generator().manual_seed(0)
-    batch = Batch.from_tokens([torch.randint(0, bench.vocab, (n,), generator=generator) for n in plan.lengths])
+    batch = bench.batch(plan)
     dist.barrier()
-    if not metered:
-        recorder = Recorder(bench.device)
-        bench.executor.step(plan.replicas[0], batch, recorder=recorder)
-        return recorder.events()
-    if bench.device.type == "cuda":
-        recorder = Recorder(bench.device, AllocatorMeter(bench.device))
-        bench.executor.step(plan.replicas[0], batch, recorder=recorder)
-        return recorder.events()
-    with MemoryMeter() as meter:
+    bench.probe()
+    before = bench.probe()
+    dist.barrier()
+    recorder = Recorder(bench.device)
+    bench.executor.step(plan.replicas[0], batch, recorder=recorder)
+    events = recorder.events()
+    return events, max(before, bench.probe())
+
+
+def meter_plan(rank: int, setup: Setup, plan: Plan) -> list[Event]:
+    """Run a plan's first replica on random tokens: its events with live bytes; their times include the metering."""
+    bench = _bench(rank, setup)
+    batch = bench.batch(plan)
+    dist.barrier()
+    on_cpu = bench.device.type == "cpu"
+    with MemoryMeter() if on_cpu else nullcontext(AllocatorMeter(bench.device)) as meter:
         recorder = Recorder(bench.device, meter)
         bench.executor.step(plan.replicas[0], batch, recorder=recorder)
     return recorder.events()
+
+
+def timed_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
+    """Run a plan for its times."""
+    events, probes = zip(*pool.run(time_plan, setup, plan), strict=True)
+    return Run(tuple(map(tuple, events)), probes)
+
+
+def metered_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
+    """Run a plan for its memory."""
+    return Run(tuple(map(tuple, pool.run(meter_plan, setup, plan))))
 
 
 def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: int) -> list[float]:
@@ -129,8 +174,7 @@ def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: i
             incoming.wait()
             if rank == 1:
                 bench.transport.send(Direction.BACKWARD, message)
-            if bench.device.type == "cuda":
-                torch.cuda.synchronize(bench.device)
+            bench.synchronize()
             seconds.append((time.monotonic() - start) / 2)
             bench.transport.finish()
         medians.append(statistics.median(seconds) if seconds else 0.0)
@@ -145,8 +189,7 @@ def time_optimizer(rank: int, setup: Setup, repeats: int) -> float:
     for _ in range(repeats + 1):
         start = time.monotonic()
         optimizer.step()
-        if bench.device.type == "cuda":
-            torch.cuda.synchronize(bench.device)
+        bench.synchronize()
         seconds.append(time.monotonic() - start)
     return statistics.median(seconds[1:])
 

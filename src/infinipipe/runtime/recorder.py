@@ -56,8 +56,6 @@ class Event:
         action: such as ``F12``.
         start, end: seconds on this process's monotonic clock; on CUDA the device's own, set against that clock.
         waited: seconds that it waited for its input before it started.
-        ran: seconds for which the thread ran on a CPU for the action, what came between the action before and this one's asking
-            for its input included: on the CPU, what it costs without what other programs took.
         before, peak, after: live bytes at its start, the most until its end, and at its end; 0 without a meter.
     """
 
@@ -65,7 +63,6 @@ class Event:
     start: float
     end: float
     waited: float
-    ran: float = 0.0
     before: int = 0
     peak: int = 0
     after: int = 0
@@ -82,12 +79,10 @@ class Recorder:
 
     def __init__(self, device: torch.device, meter: Meter | None = None) -> None:
         self._meter = meter
-        self._marks: list[tuple[Action, Moment, Moment, Moment, float, tuple[int, int, int]]] = []
+        self._marks: list[tuple[Action, Moment, Moment, Moment, tuple[int, int, int]]] = []
         self._asked: Moment = 0.0
         self._started: Moment = 0.0
         self._before = 0
-        self._ran = 0.0
-        self._running_since: float | None = None
         self._origin: torch.cuda.Event | None = None
         self._origin_seconds = 0.0
         if device.type == "cuda":
@@ -98,8 +93,6 @@ class Recorder:
 
     def asks(self) -> None:
         """The stage has come to an action and waits for its input, if it needs one."""
-        now = time.thread_time()
-        self._ran = 0.0 if self._running_since is None else now - self._running_since
         self._asked = self._mark()
 
     def starts(self) -> None:
@@ -108,24 +101,19 @@ class Recorder:
             self._meter.reset_peak()
             self._before = self._meter.current
         self._started = self._mark()
-        self._running_since = time.thread_time()
 
     def ends(self, action: Action) -> None:
         """The action is done."""
-        assert self._running_since is not None
-        now = time.thread_time()
-        ran = self._ran + now - self._running_since
-        self._running_since = now
         end = self._mark()
         used = (0, 0, 0) if self._meter is None else (self._before, self._meter.peak, self._meter.current)
-        self._marks.append((action, self._asked, self._started, end, ran, used))
+        self._marks.append((action, self._asked, self._started, end, used))
 
     def events(self) -> list[Event]:
         """All actions so far, in order; on CUDA, waits until the device has done them."""
         events = []
-        for action, asked, started, ended, ran, used in self._marks:
+        for action, asked, started, ended, used in self._marks:
             start = self._seconds(started)
-            events.append(Event(str(action), start, self._seconds(ended), start - self._seconds(asked), ran, *used))
+            events.append(Event(str(action), start, self._seconds(ended), start - self._seconds(asked), *used))
         return events
 
     def _mark(self) -> Moment:
