@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ from transformers import LlamaConfig
 
 from infinipipe.cost import ModelShape, flop_cost
 from infinipipe.model import build_stage
-from infinipipe.model.backends import CpuAttention, CudaAttention
+from infinipipe.model.backends import CpuAttention, CudaAttention, Segments
 from infinipipe.plan import Chunk, Pipeline, ReplicaPlan, build_replica, cut, whole
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.runtime import Batch, Executor, Parameters, connect, step_locally
 
 CUDA = torch.device("cuda")
 SEGMENTS = [
-    ([1], [1]),
-    ([137], [137]),
-    ([2041], [2041]),
-    ([1], [2041]),
-    ([137], [2041]),
-    ([512], [4608]),
-    ([137, 1, 511, 2], [137, 1, 511, 2]),
-    ([200, 33], [1137, 33]),
+    Segments((1,), (1,)),
+    Segments((137,), (137,)),
+    Segments((2041,), (2041,)),
+    Segments((1,), (2041,)),
+    Segments((137,), (2041,)),
+    Segments((512,), (4608,)),
+    Segments((137, 1, 511, 2), (137, 1, 511, 2)),
+    Segments((200, 33), (1137, 33)),
 ]
 
 
@@ -45,19 +45,17 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("window", [None, 1, 136, 137, 1000])
-@pytest.mark.parametrize(("q_lens", "k_lens"), SEGMENTS)
-def test_attention_equals_float64(q_lens: list[int], k_lens: list[int], window: int | None, kv_heads: int) -> None:
-    q, k, v, grad = tensors(sum(q_lens), sum(k_lens), 8, kv_heads)
-    exact = CpuAttention()
+@pytest.mark.parametrize("segments", SEGMENTS, ids=str)
+def test_attention_equals_float64(segments: Segments, window: int | None, kv_heads: int) -> None:
+    q, k, v, grad = tensors(sum(segments.queries), sum(segments.keys), 8, kv_heads)
+    exact = CpuAttention(0.125, window)
     qw, kw, vw = (x.double() for x in (q, k, v))
-    expected, expected_lse = exact.forward(qw, kw, vw, q_lens, k_lens, scale=0.125, window=window)
-    reference = exact.backward(
-        grad.double(), qw, kw, vw, expected, expected_lse, q_lens, k_lens, scale=0.125, window=window
-    )
-    backend = CudaAttention()
+    expected, expected_lse = exact.forward(qw, kw, vw, segments)
+    reference = exact.backward(grad.double(), qw, kw, vw, expected, expected_lse, segments)
+    backend = CudaAttention(0.125, window)
     q, k, v, grad = (x.to(CUDA) for x in (q, k, v, grad))
-    out, lse = backend.forward(q, k, v, q_lens, k_lens, scale=0.125, window=window)
-    gradients = backend.backward(grad, q, k, v, out, lse, q_lens, k_lens, scale=0.125, window=window)
+    out, lse = backend.forward(q, k, v, segments)
+    gradients = backend.backward(grad, q, k, v, out, lse, segments)
     assert lse.shape == expected_lse.shape
     assert lse.dtype == torch.float32
     assert (lse.cpu().double() - expected_lse).abs().max() < 2e-3
@@ -71,14 +69,14 @@ def test_attention_equals_float64(q_lens: list[int], k_lens: list[int], window: 
 def test_slices_of_results_may_be_given_to_backward() -> None:
     """A hybrid chunk's backward gets parts of the joined outputs, whose log-sum-exp is not contiguous."""
     q, k, v, grad = (x.to(CUDA) for x in tensors(100, 100, 8, 2))
-    backend = CudaAttention()
-    out, lse = backend.forward(q, k, v, [60, 40], [60, 40], scale=0.125, window=None)
-    joint = backend.backward(grad, q, k, v, out, lse, [60, 40], [60, 40], scale=0.125, window=None)
+    backend, both = CudaAttention(0.125, window=None), Segments((60, 40), (60, 40))
+    out, lse = backend.forward(q, k, v, both)
+    joint = backend.backward(grad, q, k, v, out, lse, both)
     parts = []
     for rows in (slice(0, 60), slice(60, 100)):
-        size = [rows.stop - rows.start]
+        size = (rows.stop - rows.start,)
         gradients = backend.backward(
-            grad[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows], size, size, scale=0.125, window=None
+            grad[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows], Segments(size, size)
         )
         parts.append(gradients)
     for whole_gradient, *pieces in zip(joint, *parts, strict=True):
@@ -87,11 +85,11 @@ def test_slices_of_results_may_be_given_to_backward() -> None:
 
 def test_a_packed_neighbour_changes_no_bit_of_an_output() -> None:
     q, k, v, _ = (x.to(CUDA) for x in tensors(300, 300, 8, 2))
-    backend = CudaAttention()
-    before, _ = backend.forward(q, k, v, [100, 137, 63], [100, 137, 63], scale=0.125, window=None)
+    backend, segments = CudaAttention(0.125, window=None), Segments((100, 137, 63), (100, 137, 63))
+    before, _ = backend.forward(q, k, v, segments)
     for x in (q, k, v):
         x[100:237] = x[100:237].flip(0)
-    after, _ = backend.forward(q, k, v, [100, 137, 63], [100, 137, 63], scale=0.125, window=None)
+    after, _ = backend.forward(q, k, v, segments)
     assert torch.equal(before[:100], after[:100])
     assert torch.equal(before[237:], after[237:])
 
@@ -172,14 +170,14 @@ def milliseconds(function: Callable[[], object], rounds: int = 20) -> float:
     return statistics.median(times[3:])
 
 
-def attention_step(q_lens: Sequence[int], k_lens: Sequence[int]) -> Callable[[], object]:
+def attention_step(queries: int, keys: int) -> Callable[[], object]:
     """Forward and backward of the backend."""
-    q, k, v, grad = (x.to(CUDA) for x in tensors(sum(q_lens), sum(k_lens), 32, 8, 128))
-    backend = CudaAttention()
+    q, k, v, grad = (x.to(CUDA) for x in tensors(queries, keys, 32, 8, 128))
+    backend, segments = CudaAttention(0.1, window=None), Segments((queries,), (keys,))
 
     def step() -> object:
-        out, lse = backend.forward(q, k, v, q_lens, k_lens, scale=0.1, window=None)
-        return backend.backward(grad, q, k, v, out, lse, q_lens, k_lens, scale=0.1, window=None)
+        out, lse = backend.forward(q, k, v, segments)
+        return backend.backward(grad, q, k, v, out, lse, segments)
 
     return step
 
@@ -199,7 +197,7 @@ def test_a_slice_with_context_is_as_fast_as_a_plain_call(ratio: int) -> None:
         assert isinstance(out, Tensor)
         return torch.autograd.grad(out, (q, k, v), grad)
 
-    ours = milliseconds(attention_step([queries], [queries * (ratio + 1)]))
+    ours = milliseconds(attention_step(queries, queries * (ratio + 1)))
     best = milliseconds(ideal)
     operations = 3.5 * 4 * 128 * 32 * pairs
     print(f"\ncontext/slice {ratio}: {operations / ours / 1e9:.0f} TFLOP/s, ratio to a plain call {ours / best:.3f}")

@@ -1,22 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.model.backends import CpuAttention, CudaAttention, _offsets, get_backend
+from infinipipe.model.backends import CpuAttention, CudaAttention, Segments, _offsets, get_backend
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, q_lens: Sequence[int], k_lens: Sequence[int], scale: float, window: int | None
-) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     """Softmax attention in float64 over explicit masks, differentiable."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     results = []
-    for qs, ks, vs in zip(q.split(list(q_lens)), k.split(list(k_lens)), v.split(list(k_lens)), strict=True):
+    for qs, ks, vs in zip(q.split(segments.queries), k.split(segments.keys), v.split(segments.keys), strict=True):
         position = torch.arange(len(ks) - len(qs), len(ks))[:, None]
         distance = position - torch.arange(len(ks))[None]
         seen = (distance >= 0) & (distance < (window or len(ks)))
@@ -38,33 +34,31 @@ def inputs(
 
 
 SEGMENTS = [
-    ([1], [1]),
-    ([7], [7]),
-    ([64], [64]),
-    ([5], [10]),
-    ([5], [25]),
-    ([3], [51]),
-    ([1], [40]),
-    ([4, 1, 20, 2], [4, 1, 20, 2]),
-    ([6, 11], [30, 11]),
+    Segments((1,), (1,)),
+    Segments((7,), (7,)),
+    Segments((64,), (64,)),
+    Segments((5,), (10,)),
+    Segments((5,), (25,)),
+    Segments((3,), (51,)),
+    Segments((1,), (40,)),
+    Segments((4, 1, 20, 2), (4, 1, 20, 2)),
+    Segments((6, 11), (30, 11)),
 ]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 10, 24, 25, 26, 100])
-@pytest.mark.parametrize(("q_lens", "k_lens"), SEGMENTS)
-def test_forward_and_backward_equal_dense_softmax(
-    q_lens: list[int], k_lens: list[int], window: int | None, kv_heads: int
-) -> None:
-    q, k, v, grad = inputs(sum(q_lens), sum(k_lens), kv_heads)
+@pytest.mark.parametrize("segments", SEGMENTS, ids=str)
+def test_forward_and_backward_equal_dense_softmax(segments: Segments, window: int | None, kv_heads: int) -> None:
+    q, k, v, grad = inputs(sum(segments.queries), sum(segments.keys), kv_heads)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(leaves[0], leaves[1], leaves[2], q_lens, k_lens, 0.3, window)
+    expected = dense(leaves[0], leaves[1], leaves[2], segments, 0.3, window)
     expected_gradients = torch.autograd.grad(expected, leaves, grad)
-    backend = CpuAttention()
-    out, lse = backend.forward(q, k, v, q_lens, k_lens, scale=0.3, window=window)
-    gradients = backend.backward(grad, q, k, v, out, lse, q_lens, k_lens, scale=0.3, window=window)
+    backend = CpuAttention(0.3, window)
+    out, lse = backend.forward(q, k, v, segments)
+    gradients = backend.backward(grad, q, k, v, out, lse, segments)
     assert out.shape == q.shape
-    assert lse.shape == (4, sum(q_lens))
+    assert lse.shape == (4, sum(segments.queries))
     torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-13)
     for gradient, reference in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-12)
@@ -72,13 +66,14 @@ def test_forward_and_backward_equal_dense_softmax(
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_bfloat16_rounds_results_but_not_gradients_of_keys(window: int | None) -> None:
+    segments = Segments((12,), (30,))
     q, k, v, grad = inputs(12, 30, 2, torch.bfloat16)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = dense(leaves[0], leaves[1], leaves[2], [12], [30], 0.25, window)
+    expected = dense(leaves[0], leaves[1], leaves[2], segments, 0.25, window)
     expected_gradients = torch.autograd.grad(expected, leaves, grad.double())
-    backend = CpuAttention()
-    out, lse = backend.forward(q, k, v, [12], [30], scale=0.25, window=window)
-    dq, dk, dv = backend.backward(grad, q, k, v, out, lse, [12], [30], scale=0.25, window=window)
+    backend = CpuAttention(0.25, window)
+    out, lse = backend.forward(q, k, v, segments)
+    dq, dk, dv = backend.backward(grad, q, k, v, out, lse, segments)
     assert (out.dtype, lse.dtype, dq.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
     assert dk.dtype == dv.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected.detach(), rtol=0, atol=0.02)
@@ -104,7 +99,7 @@ def test_a_window_costs_no_more_than_its_pairs(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(backends, "_flash", counting)
     q, k, v, _ = inputs(50, 71, 2)
-    CpuAttention().forward(q, k, v, [50], [71], scale=1.0, window=22)
+    CpuAttention(1.0, window=22).forward(q, k, v, Segments((50,), (71,)))
     assert pairs == 50 * 22
 
 
@@ -117,9 +112,9 @@ def test_the_cuda_call_fits_the_kernels_signature(monkeypatch: pytest.MonkeyPatc
         ends = torch.tensor([0, 5, 12], dtype=torch.int32)
         monkeypatch.setattr(backends, "_offsets", lambda lengths, device: ends)
         q, k, v, grad = inputs(12, 12, 2, torch.bfloat16)
-        backend = CudaAttention()
-        out, lse = backend.forward(q, k, v, [5, 7], [5, 7], scale=1.0, window=3)
-        gradients = backend.backward(grad, q, k, v, out, lse, [5, 7], [5, 7], scale=1.0, window=3)
+        backend, segments = CudaAttention(1.0, window=3), Segments((5, 7), (5, 7))
+        out, lse = backend.forward(q, k, v, segments)
+        gradients = backend.backward(grad, q, k, v, out, lse, segments)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 12), torch.float32)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
@@ -129,8 +124,8 @@ def test_offsets_start_at_zero() -> None:
 
 
 def test_devices_without_a_kernel_are_refused() -> None:
-    assert isinstance(get_backend(torch.device("cpu"), torch.float64), CpuAttention)
+    assert isinstance(get_backend(torch.device("cpu"), torch.float64, scale=1.0), CpuAttention)
     with pytest.raises(ValueError, match="bfloat16 or float16"):
-        get_backend(torch.device("cuda"), torch.float32)
+        get_backend(torch.device("cuda"), torch.float32, scale=1.0)
     with pytest.raises(ValueError, match="'meta'"):
-        get_backend(torch.device("meta"), torch.float32)
+        get_backend(torch.device("meta"), torch.float32, scale=1.0)

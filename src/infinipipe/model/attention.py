@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from infinipipe.model.backends import AttentionBackend, get_backend
+from infinipipe.model.backends import AttentionBackend, Segments, get_backend
 from infinipipe.model.kv_store import KVStore
 from infinipipe.model.sequence import SequenceShard
 from infinipipe.plan import Chunk
@@ -56,18 +56,22 @@ class _Work:
         border: the chunk's tokens before this one are its partial slice, the others are whole sequences.
         queries: how many of the block's queries belong to the partial slice; they come first.
         reach, stop: positions of the keys that those attend to.
-        q_lens, k_lens: queries and keys of the whole sequences that the block overlaps.
-        first, end: those keys' place among the chunk's tokens.
+        wholes: the whole sequences that the block overlaps.
+        first, end: their keys' place among the chunk's tokens.
     """
 
     border: int
     queries: int
     reach: int
     stop: int
-    q_lens: tuple[int, ...]
-    k_lens: tuple[int, ...]
+    wholes: Segments
     first: int
     end: int
+
+    @property
+    def near(self) -> Segments:
+        """The partial slice's queries with the keys that they attend to."""
+        return Segments((self.queries,), (self.stop - self.reach,))
 
     @classmethod
     def of(cls, context: ChunkContext, window: int | None) -> _Work:
@@ -89,7 +93,8 @@ class _Work:
                 k_lens.append(b - place)
                 first, end = place if first is None else first, b
             place += length
-        return cls(border, queries, reach, stop, tuple(q_lens), tuple(k_lens), border if first is None else first, end)
+        wholes = Segments(tuple(q_lens), tuple(k_lens))
+        return cls(border, queries, reach, stop, wholes, border if first is None else first, end)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -107,30 +112,26 @@ class _ContextAttention(torch.autograd.Function):
         v: Tensor,
         context: ChunkContext,
         layer: int,
-        scale: float,
-        window: int | None,
         backend: AttentionBackend,
     ) -> Tensor:
         shard, piece, num_tokens = context.shard, context.chunk.partial, context.chunk.num_tokens
         ctx.copies = 1 if shard is None else shard.kv_copies(k.shape[1])
         if shard is not None:
             q, k, v = _to_local_heads(q, k, v, num_tokens, ctx.copies, shard)
-        work = _Work.of(context, window)
+        work = _Work.of(context, backend.window)
         results = []
         if piece is not None:
             context.store.write(piece.sequence, layer, piece.length, piece.start, k[: work.border], v[: work.border])
         if piece is not None and work.queries:
             keys, values = context.store.read(piece.sequence, layer, work.reach, work.stop)
-            near = (work.queries,), (work.stop - work.reach,)
-            results.append(backend.forward(q[: work.queries], keys, values, *near, scale=scale, window=window))
+            results.append(backend.forward(q[: work.queries], keys, values, work.near))
         ctx.kv_shape = k.shape[1:]
         k, v = k[work.first : work.end], v[work.first : work.end]
-        if work.q_lens:
-            lens = work.q_lens, work.k_lens
-            results.append(backend.forward(q[work.queries :], k, v, *lens, scale=scale, window=window))
+        if work.wholes.queries:
+            results.append(backend.forward(q[work.queries :], k, v, work.wholes))
         out, lse = _join(results, q)
-        ctx.context, ctx.layer, ctx.scale, ctx.window, ctx.backend = context, layer, scale, window, backend
-        if not work.q_lens:
+        ctx.context, ctx.layer, ctx.backend = context, layer, backend
+        if not work.wholes.queries:
             ctx.save_for_backward(q, out, lse)
         elif k.shape[0] == num_tokens:
             ctx.save_for_backward(q, out, lse, k, v)
@@ -143,28 +144,27 @@ class _ContextAttention(torch.autograd.Function):
         (grad,) = grads
         q, out, lse, *own = ctx.saved_tensors
         context: ChunkContext = ctx.context
+        backend: AttentionBackend = ctx.backend
         shard, piece, num_tokens = context.shard, context.chunk.partial, context.chunk.num_tokens
         if shard is not None:
             grad = shard.to_heads(grad, num_tokens)
-        options = {"scale": ctx.scale, "window": ctx.window}
-        work = _Work.of(context, ctx.window)
+        work = _Work.of(context, backend.window)
         n = work.queries
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         if piece is not None:
             base = min(work.reach, piece.start)
             if n:
-                near = context.store.read(piece.sequence, ctx.layer, work.reach, work.stop)
-                sizes = (n,), (work.stop - work.reach,)
-                result = ctx.backend.backward(grad[:n], q[:n], *near, out[:n], lse[:, :n], *sizes, **options)
+                keys, values = context.store.read(piece.sequence, ctx.layer, work.reach, work.stop)
+                result = backend.backward(grad[:n], q[:n], keys, values, out[:n], lse[:, :n], work.near)
                 rows = work.reach - base, piece.stop - base
                 dq, dk, dv = result[0], *(_place(x, *rows) for x in result[1:])
             else:
                 dq, dk, dv = q[:0], *(q.new_zeros(piece.num_tokens, *ctx.kv_shape) for _ in range(2))
             context.store.settle(piece.sequence, ctx.layer, piece.start, base, dk, dv)
             parts.append((dq, dk[piece.start - base :], dv[piece.start - base :]))
-        if work.q_lens:
-            lens = work.q_lens, work.k_lens
-            result = ctx.backend.backward(grad[n:], q[n:], *own, out[n:], lse[:, n:], *lens, **options)
+        if work.wholes.queries:
+            keys, values = own
+            result = backend.backward(grad[n:], q[n:], keys, values, out[n:], lse[:, n:], work.wholes)
             rows = work.first - work.border, num_tokens - work.border
             parts.append((result[0], _place(result[1], *rows), _place(result[2], *rows)))
         elif context.whole_lengths:
@@ -175,7 +175,7 @@ class _ContextAttention(torch.autograd.Function):
         if shard is not None:
             dq = shard.to_tokens(dq, num_tokens)
             dk, dv = (_to_own_tokens(x, num_tokens, ctx.copies, shard) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None, None
 
 
 def _to_local_heads(
@@ -249,8 +249,8 @@ def context_attention(
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    backend = get_backend(query.device, query.dtype)
-    out = _ContextAttention.apply(q, k, v, chunk_context, module.layer_idx, scale, sliding_window, backend)
+    backend = get_backend(query.device, query.dtype, scale=scale, window=sliding_window)
+    out = _ContextAttention.apply(q, k, v, chunk_context, module.layer_idx, backend)
     return out.unsqueeze(0), None
 
 

@@ -1,56 +1,54 @@
 """Attention kernels behind one interface: packed segments whose queries are the last tokens of their keys.
 
 Shapes: queries and outputs (query tokens, heads, head size), keys and values (key tokens, K/V heads, head size),
-log-sum-exp (heads, query tokens) in float32, or float64 for float64. Segment ``i`` owns the next ``q_lens[i]`` queries and
-``k_lens[i]`` keys; its query ``r`` attends to its keys up to ``k_lens[i] - q_lens[i] + r``, and with a window ``w`` only to
-the last ``w`` of those.
+log-sum-exp (heads, query tokens) in float32, or float64 for float64.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class AttentionBackend(Protocol):
-    """Causal attention over packed segments, forward and backward."""
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Packed segments: the next ``queries[i]`` queries attend to the next ``keys[i]`` keys.
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor]:
+    Query ``r`` of a segment attends to its keys up to ``keys[i] - queries[i] + r``.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttentionBackend(ABC):
+    """A layer's causal attention over packed segments, forward and backward.
+
+    Attributes:
+        scale: factor of a query's products with keys.
+        window: the most keys that a query attends to, the last of those that it may; ``None`` for all.
+    """
+
+    scale: float
+    window: int | None
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Outputs and log-sum-exp."""
-        ...
 
+    @abstractmethod
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; those of keys and values may be in float32 for lower precisions."""
-        ...
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -124,64 +122,40 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """PyTorch's CPU flash kernel.
 
     A segment is cut so that every call has all of its keys or is causal from its first key on, which is the only causal
     form that the kernel knows; no mask is built and nothing computed in vain. Results merge by their log-sum-exp.
     """
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        segments = []
-        for q_part, k_part, v_part in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
-            qh, kh, vh = _heads_first(q_part), _heads_first(k_part), _heads_first(v_part)
-            segments.append(self._forward_segment(qh, kh, vh, scale, window))
-        if len(segments) == 1:
-            out, lse = segments[0]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        parts = zip(q.split(segments.queries), k.split(segments.keys), v.split(segments.keys), strict=True)
+        results = [self._forward_segment(*map(_heads_first, part)) for part in parts]
+        if len(results) == 1:
+            out, lse = results[0]
             return _tokens_first(out), lse[0]
         return (
-            torch.cat([_tokens_first(out) for out, _ in segments]),
-            torch.cat([lse[0] for _, lse in segments], dim=1),
+            torch.cat([_tokens_first(out) for out, _ in results]),
+            torch.cat([lse[0] for _, lse in results], dim=1),
         )
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = []
         parts = zip(
-            grad.split(q_lens),
-            q.split(q_lens),
-            k.split(k_lens),
-            v.split(k_lens),
-            out.split(q_lens),
-            lse.split(q_lens, dim=1),
+            grad.split(segments.queries),
+            q.split(segments.queries),
+            k.split(segments.keys),
+            v.split(segments.keys),
+            out.split(segments.queries),
+            lse.split(segments.queries, dim=1),
             strict=True,
         )
-        for g_part, q_part, k_part, v_part, o_part, l_part in parts:
-            qh, kh, vh = _heads_first(q_part), _heads_first(k_part), _heads_first(v_part)
-            gh, oh, lh = _heads_first(g_part), _heads_first(o_part), l_part.unsqueeze(0)
-            segment = self._backward_segment(gh, qh, kh, vh, oh, lh, scale, window)
+        for *tensors, lse_part in parts:
+            operands = [*map(_heads_first, tensors), lse_part.unsqueeze(0)]
+            segment = self._backward_segment(*operands)
             gradients.append(tuple(_tokens_first(x) for x in segment))
         if len(gradients) == 1:
             dq, dk, dv = gradients[0]
@@ -189,19 +163,18 @@ class CpuAttention:
             dq, dk, dv = (torch.cat(column) for column in zip(*gradients, strict=True))
         return dq, dk, dv
 
-    @staticmethod
-    def _forward_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def _forward_segment(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for first, parts in _blocks(q.shape[2], k.shape[2], window):
+        for first, parts in _blocks(q.shape[2], k.shape[2], self.window):
             results = []
             for part in parts:
                 rows, keys = slice(first, first + part.queries), slice(part.first_key, part.end_key)
                 operands = (q[:, :, rows], k[:, :, keys], v[:, :, keys])
                 if part.reverse:
-                    out, lse = _flash(*(x.flip(2) for x in operands), 0.0, True, scale=scale)
+                    out, lse = _flash(*(x.flip(2) for x in operands), 0.0, True, scale=self.scale)
                     results.append((out.flip(2), lse.flip(2)))
                 else:
-                    results.append(_flash(*operands, 0.0, part.causal, scale=scale))
+                    results.append(_flash(*operands, 0.0, part.causal, scale=self.scale))
             (out, lse), *others = results
             for other, other_lse in others:
                 _merge(out, lse, other, other_lse)
@@ -211,16 +184,15 @@ class CpuAttention:
             return outs[0].transpose(1, 2), lses[0]
         return torch.cat(outs, dim=1).transpose(1, 2), torch.cat(lses, dim=2)
 
-    @staticmethod
     def _backward_segment(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, window: int | None
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.shape[2] == k.shape[2] and (window is None or k.shape[2] <= window):
-            dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+        if q.shape[2] == k.shape[2] and (self.window is None or k.shape[2] <= self.window):
+            dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, True, scale=self.scale)
             return dq, dk, dv
         wide = torch.promote_types(k.dtype, torch.float32)
         totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
-        for first, parts in _blocks(q.shape[2], k.shape[2], window):
+        for first, parts in _blocks(q.shape[2], k.shape[2], self.window):
             for part in parts:
                 rows, keys = slice(first, first + part.queries), slice(part.first_key, part.end_key)
                 operands = [
@@ -229,80 +201,43 @@ class CpuAttention:
                 ]
                 if part.reverse:
                     operands = [x.flip(2) for x in operands]
-                gradients = _flash_backward(*operands, 0.0, part.causal, scale=scale)
+                gradients = _flash_backward(*operands, 0.0, part.causal, scale=self.scale)
                 for total, gradient, where in zip(totals, gradients, (rows, keys, keys), strict=True):
                     total[:, :, where] += gradient.flip(2) if part.reverse else gradient
         dq, dk, dv = totals
         return dq.to(q.dtype), dk, dv
 
 
-class CudaAttention:
+class CudaAttention(AttentionBackend):
     """The flash kernel behind ``torch.nn.attention.varlen``: one call for all segments. Needs float16 or bfloat16."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            _offsets(tuple(q_lens), q.device),
-            _offsets(tuple(k_lens), k.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            True,
-            False,
-            scale=scale,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=0,
+            q, k, v, *_bounds(segments, q.device), 0.0, True, False, **self._options
         )
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lens: Sequence[int],
-        k_lens: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(0, device=q.device)
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        bounds = _bounds(segments, q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            _offsets(tuple(q_lens), q.device),
-            _offsets(tuple(k_lens), k.device),
-            max(q_lens),
-            max(k_lens),
-            0.0,
-            True,
-            rng_state,
-            unused,
-            scale=scale,
-            window_size_left=-1 if window is None else window - 1,
-            window_size_right=0,
+            grad.contiguous(), q, k, v, out, lse.contiguous(), *bounds, 0.0, True, rng_state, unused, **self._options
         )
         return dq, dk, dv
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        left = -1 if self.window is None else self.window - 1
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+
+def _bounds(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """What the kernel wants to know of segments: where queries and keys end, and the longest of each."""
+    queries, keys = segments.queries, segments.keys
+    return _offsets(queries, device), _offsets(keys, device), max(queries), max(keys)
 
 
 @lru_cache(maxsize=64)
@@ -311,12 +246,14 @@ def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def get_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def get_backend(
+    device: torch.device, dtype: torch.dtype, *, scale: float, window: int | None = None
+) -> AttentionBackend:
     """The backend for tensors of that device and dtype. Raises ``ValueError`` where there is none."""
     if device.type == "cpu":
-        return CpuAttention()
+        return CpuAttention(scale, window)
     if device.type == "cuda":
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"attention on CUDA needs a dtype of bfloat16 or float16, got {dtype}; set model.dtype")
-        return CudaAttention()
+        return CudaAttention(scale, window)
     raise ValueError(f"there is no attention for devices of type {device.type!r}; use cpu or cuda")
