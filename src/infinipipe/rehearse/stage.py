@@ -44,19 +44,12 @@ class WaitingStage(nn.Module):
         super().__init__()
         self.index = index
         self.num_stages = num_stages
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.hidden_size = hidden_size
-        self.dtype = torch.float32
+        self.dtype = torch.float64
         self.device = torch.device("cpu")
-        self.model = nn.Linear(hidden_size, 1, bias=False)
+        self.model = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float64)
         self._waits = waits
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
 
     def forward(
         self, inputs: Tensor, context: ChunkContext, recompute: int = 0, target: LossTarget | None = None
