@@ -23,7 +23,6 @@ from infinipipe.plan import (
     build_replica,
     cut,
     default_warmup,
-    max_pinned_sends,
     operations,
     whole,
 )
@@ -152,7 +151,6 @@ def test_messages_pair_up_in_number_order_and_size(seed: int, num_stages: int) -
             ]
             assert sent == received
             assert len(sent) == len(pipeline.chunks)
-            assert 0 <= max_pinned_sends(replica, stage, direction) <= len(sent)
 
 
 def test_receives_are_posted_one_action_ahead() -> None:

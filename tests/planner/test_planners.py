@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from infinipipe.cost import AnalyticCost
+from infinipipe.cost import AnalyticCost, Link
 from infinipipe.cost.presets import preset
 from infinipipe.plan import Plan, PlanError, num_splits
 from infinipipe.planner import PLANNERS, BudgetError, PlannerSettings, check, plan_replica, plan_step, split_by_time
@@ -50,6 +50,20 @@ def test_every_planner_makes_valid_plans_within_the_budget(planner: str) -> None
             check(plan, cost, budget)
         simulated = simulate_plan(plan, cost)[0].makespan
         assert plan.metadata["predicted_seconds"][0] == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize("planner", ["elastic", "elastic-paper"])
+@pytest.mark.parametrize("latency", [1.0, 10.0, 100.0])
+def test_a_step_with_slow_links_keeps_within_the_least_budget(planner: str, latency: float) -> None:
+    for seed in range(6):
+        cost = dataclasses.replace(preset("7b-a100", 2 + seed % 3), message=Link(latency=latency))
+        lengths = batch(seed, 16)
+        settings = PlannerSettings(planner=planner, memory_budget=1, max_slices=8, work_limit=8)
+        with pytest.raises(BudgetError) as caught:
+            plan_step(lengths, cost, settings)
+        budget = caught.value.required
+        plan = plan_step(lengths, cost, dataclasses.replace(settings, memory_budget=budget))
+        assert max(simulate_plan(plan, cost)[0].peaks) <= budget
 
 
 @pytest.mark.parametrize("seed", range(12))

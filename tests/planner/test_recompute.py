@@ -48,6 +48,7 @@ def peak_by_ledger(replica: ReplicaPlan, cost: AnalyticCost, stage: int) -> int:
         chunk = chunks[action.chunk]
         forward = action.kind is ActionKind.FORWARD
         piece = chunk.partial
+        peak = max(peak, held + _messages(replica, cost, stage, place, waiting=True))
         if forward:
             held += cost.activation_bytes(chunk, stage, layers[action.chunk])
             if piece is not None and first[piece.sequence] == action.chunk:
@@ -58,7 +59,7 @@ def peak_by_ledger(replica: ReplicaPlan, cost: AnalyticCost, stage: int) -> int:
                 held += cost.dkv_bytes(piece.start, stage)
             needed = cost.backward_transient_bytes(chunk, stage, layers[action.chunk])
             needed += cost.message_bytes(chunk.num_tokens) if stage < final else 0
-        peak = max(peak, held + needed + _messages(replica, cost, stage, place))
+        peak = max(peak, held + needed + _messages(replica, cost, stage, place, waiting=False))
         if not forward:
             held -= cost.activation_bytes(chunk, stage, layers[action.chunk])
             if piece is not None and first[piece.sequence] == action.chunk:
@@ -67,8 +68,8 @@ def peak_by_ledger(replica: ReplicaPlan, cost: AnalyticCost, stage: int) -> int:
     return peak
 
 
-def _messages(replica: ReplicaPlan, cost: AnalyticCost, stage: int, place: int) -> int:
-    """Receives posted ahead, and outputs that the neighbour is not known to have taken, while ``actions[place]`` runs."""
+def _messages(replica: ReplicaPlan, cost: AnalyticCost, stage: int, place: int, *, waiting: bool) -> int:
+    """Receives posted ahead, and outputs not known to have arrived, while ``actions[place]`` runs or waits for its input."""
     total = 0
     actions = replica.actions[stage]
     for kind, neighbour in ((ActionKind.FORWARD, stage - 1), (ActionKind.BACKWARD, stage + 1)):
@@ -78,15 +79,15 @@ def _messages(replica: ReplicaPlan, cost: AnalyticCost, stage: int, place: int) 
         begun = sum(i <= place for i in uses)
         if begun < len(uses) and place >= uses[0] - 1:
             total += cost.message_bytes(replica.chunks[actions[uses[begun]].chunk].num_tokens)
-        answers = [i for i in uses if i <= place]
+        answers = [i for i in uses if i < place + (not waiting)]
+        if waiting and place in uses:
+            total += cost.message_bytes(replica.chunks[actions[place].chunk].num_tokens)
         sends = [i for i, action in enumerate(actions) if action.kind is not kind and i < place]
         other = replica.actions[neighbour]
         known = 0
         for i in answers:
             sent_at = next(j for j, a in enumerate(other) if a.kind is kind and a.chunk == actions[i].chunk)
-            receives = [j for j, a in enumerate(other) if a.kind is not kind]
-            posted = sum(j <= sent_at for j in receives) + (sent_at >= receives[0] - 1)
-            known = max(known, min(posted, len(receives)))
+            known = max(known, sum(a.kind is not kind for a in other[:sent_at]))
         total += sum(cost.message_bytes(replica.chunks[actions[i].chunk].num_tokens) for i in sends[known:])
     return total
 

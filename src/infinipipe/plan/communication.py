@@ -156,29 +156,3 @@ def _check_order(programs: Sequence[Sequence[Operation]]) -> None:
                 raise PlanError(
                     f"stage {source} sends {len(sent)} {direction.value} messages, stage {stage} receives {len(posted)}"
                 )
-
-
-def max_pinned_sends(replica: ReplicaPlan, stage: int, direction: Direction) -> int:
-    """The most outputs of ``stage`` that can be unsent at once in ``direction``, however late the neighbour is.
-
-    A neighbour is only known to have posted a receive if it did so before it sent something that ``stage`` has waited for.
-    """
-    target = stage + 1 if direction == Direction.FORWARD else stage - 1
-    if not 0 <= target < replica.num_stages:
-        return 0
-    answer = Direction.BACKWARD if direction == Direction.FORWARD else Direction.FORWARD
-    posted_before: dict[int, int] = {}
-    posted = 0
-    for operation in operations(replica, target):
-        if isinstance(operation, Receive) and operation.direction == direction:
-            posted += 1
-        elif isinstance(operation, Send) and operation.direction == answer:
-            posted_before[operation.chunk] = posted
-    sent = known = most = 0
-    for operation in operations(replica, stage):
-        if isinstance(operation, Send) and operation.direction == direction:
-            sent += 1
-            most = max(most, sent - known)
-        elif isinstance(operation, Compute) and receives_input(operation.action, stage, replica.num_stages) == answer:
-            known = max(known, posted_before[operation.action.chunk])
-    return most

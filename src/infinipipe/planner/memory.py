@@ -1,8 +1,8 @@
 """Memory of every stage at every moment, from the action lists (section 4, note c).
 
 At each action a stage holds its states; the activations of the chunks between forward and backward; key/value stores and
-their gradients over their intervals; receives posted ahead; outputs that the neighbour is not known to have taken; and what
-the action itself needs while it runs.
+their gradients over their intervals; receives posted ahead; outputs whose transfer is not known to have ended; and what the
+action itself needs while it runs. What a stage holds while it waits for the action's input is no more.
 """
 
 from __future__ import annotations
@@ -116,42 +116,52 @@ def _stage_memory(
     cost: CostModel,
     sizes: FloatArray,
 ) -> StageMemory:
-    own, layers = positions[stage], table.stage_layers[stage]
-    count = len(own.chunk)
-    change = np.zeros(count + 1)
-    change[own.forward_at] += table.activation[stage]
-    change[own.backward_at + 1] -= table.activation[stage]
+    own, layers, saving = positions[stage], table.stage_layers[stage], table.layer_saving[stage]
+    added, freed = np.zeros((2, len(own.chunk)))
+    added[own.forward_at] = table.activation[stage]
+    freed[own.backward_at] = table.activation[stage]
     for held in cut_sequences(chunks).values():
         first, last = held[0], held[-1]
         store = cost.kv_bytes(chunks[first].slices[0].length, stage)
-        change[own.forward_at[first]] += store
-        change[own.backward_at[first] + 1] -= store
         gradients = cost.dkv_bytes(chunks[last].context, stage)
-        change[own.backward_at[last]] += gradients
-        change[own.backward_at[first] + 1] -= gradients
-    common = np.cumsum(change[:-1]) + cost.state_bytes(stage) + _messages(stage, positions, sizes)
+        added[own.forward_at[first]] += store
+        added[own.backward_at[last]] += gradients
+        freed[own.backward_at[first]] += store + gradients
+    buffers, released = _messages(stage, positions, sizes)
+    common = np.cumsum(added) - np.cumsum(freed) + freed + cost.state_bytes(stage) + buffers
+    added[own.forward_at] -= layers * saving
+    waiting = released - added
 
     def transient(forward: FloatArray, backward: FloatArray) -> FloatArray:
-        return np.where(own.is_forward, forward[stage][own.chunk], backward[stage][own.chunk])
+        running = np.where(own.is_forward, forward[stage][own.chunk], backward[stage][own.chunk])
+        return np.maximum(running, waiting)
 
     kept = common + transient(table.forward_transient, table.backward_transient)
     full = common + transient(table.forward_transient_full, table.backward_transient_full)
-    saving = table.layer_saving[stage]
     return StageMemory(layers, own, kept, full - layers * saving[own.chunk], saving)
 
 
-def _messages(stage: int, positions: Sequence[Positions], sizes: FloatArray) -> FloatArray:
-    """(actions,) bytes of receives posted ahead, of the gradient that a backward reads, and of outputs maybe unsent."""
+def _messages(stage: int, positions: Sequence[Positions], sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(actions,) bytes of messages while each action runs, and those held just before it beyond that.
+
+    These are receives posted ahead, the gradient that a backward reads, and outputs that may be on their way. The input of
+    a forward belongs to its activations once it runs.
+    """
     own, last = positions[stage], len(positions) - 1
-    held = np.zeros(len(own.chunk))
+    held, released = np.zeros((2, len(own.chunk)))
     if stage > 0:
         held += _posted(own.is_forward, own.chunk, sizes)
-        held += _pinned(~own.is_forward, own, positions[stage - 1], positions[stage - 1].forward_at, sizes)
+        released += np.where(own.is_forward, sizes[own.chunk], 0.0)
+        pinned, gone = _pinned(~own.is_forward, own, positions[stage - 1], positions[stage - 1].forward_at, sizes)
+        held += pinned
+        released += gone
     if stage < last:
         held += _posted(~own.is_forward, own.chunk, sizes)
         held += np.where(own.is_forward, 0.0, sizes[own.chunk])
-        held += _pinned(own.is_forward, own, positions[stage + 1], positions[stage + 1].backward_at, sizes)
-    return held
+        pinned, gone = _pinned(own.is_forward, own, positions[stage + 1], positions[stage + 1].backward_at, sizes)
+        held += pinned
+        released += gone
+    return held, released
 
 
 def _posted(uses: NDArray[np.bool_], chunk: IntArray, sizes: FloatArray) -> FloatArray:
@@ -165,22 +175,20 @@ def _posted(uses: NDArray[np.bool_], chunk: IntArray, sizes: FloatArray) -> Floa
 
 def _pinned(
     sends: NDArray[np.bool_], own: Positions, neighbour: Positions, answers_at: IntArray, sizes: FloatArray
-) -> FloatArray:
-    """Bytes of outputs of one direction that may be unsent at each action, however late the neighbour is.
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of outputs of one direction that may be on their way at each action, and those known to be gone as it starts.
 
-    ``sends`` marks the actions that send; ``answers_at`` is where the neighbour sends what the other actions wait for. The
-    neighbour is known to have posted what it had when it sent the last answer that this stage has read.
+    This holds for links of any speed. ``sends`` marks the actions that send; ``answers_at`` is where the neighbour sends what
+    the other actions wait for. The neighbour is known to have what it had read when it sent the last answer that this stage
+    has read.
     """
-    receives = neighbour.is_forward if sends[own.forward_at[0]] else ~neighbour.is_forward
-    begun = np.cumsum(receives)
-    first = int(np.argmax(receives))
-    posted = begun[answers_at] + (answers_at >= first - 1)
-    known = np.where(sends, 0, np.minimum(posted[own.chunk], int(begun[-1])))
-    known = np.maximum.accumulate(known)
+    reads = neighbour.is_forward if sends[own.forward_at[0]] else ~neighbour.is_forward
+    read = np.cumsum(reads)[answers_at]
+    known = np.maximum.accumulate(np.where(sends, 0, read[own.chunk]))
     sent: IntArray = np.cumsum(sends) - sends
     total = np.concatenate(([0.0], np.cumsum(sizes[own.chunk[sends]])))
-    result: FloatArray = total[sent] - total[np.minimum(known, sent)]
-    return result
+    gone = total[known]
+    return total[sent] - gone, np.diff(gone, prepend=0.0)
 
 
 def replica_peaks(replica: ReplicaPlan, cost: CostModel) -> list[int]:
