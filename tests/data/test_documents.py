@@ -141,3 +141,25 @@ def test_links_that_lead_back_are_refused(tmp_path: Path, target: str) -> None:
         (tmp_path / "a" / "b" / name).symlink_to(target)
     with pytest.raises(DataError, match=r"follows the symbolic link .*(first|second) back to"):
         find_files(DataSettings(files=[f"{tmp_path}/**/*"]))
+
+
+@pytest.mark.parametrize("pattern", ["**/*.none", "a/**/b/**/*.none", "**", "c/**/.hidden/**/x"])
+def test_links_that_lead_back_are_refused_where_no_file_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/b").symlink_to(".")
+    Path("c/.hidden").mkdir(parents=True)
+    Path("c/.hidden/back").symlink_to(".")
+    with pytest.raises(DataError, match=r"follows the symbolic link .*(b|back) back to"):
+        find_files(DataSettings(files=[pattern]))
+
+
+def test_a_link_that_leads_back_is_followed_once_without_a_recursive_glob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("x")
+    Path("back").symlink_to(".")
+    assert find_files(DataSettings(files=["*/*.txt", "*.txt"])) == [Path("x.txt")]

@@ -73,7 +73,7 @@ def expand(pattern: str) -> str:
 def find_files(settings: DataSettings) -> list[Path]:
     """The files that ``settings`` name, sorted, each once, by its shortest name.
 
-    Raises ``DataError`` for a glob that matches nothing and for a symbolic link that leads back to where it lies.
+    Raises ``DataError`` for a glob that matches nothing and for a symbolic link by which a ``**`` leads back to where it lies.
     """
     found: dict[str, str] = {}
     for pattern in settings.files:
@@ -98,7 +98,6 @@ def find_files(settings: DataSettings) -> list[Path]:
 
 def _matches(pattern: str) -> list[str]:
     """The files that a pattern matches. Raises ``DataError`` at a cycle of symbolic links, which ``**`` would follow for ever."""
-    matches: list[str] = []
     reached: dict[str, frozenset[str]] = {}
 
     def real_parents(folder: str) -> frozenset[str]:
@@ -114,11 +113,12 @@ def _matches(pattern: str) -> list[str]:
             reached[folder] = above | {real}
         return reached[folder]
 
-    for path in glob.iglob(pattern, recursive=True):
-        real_parents(os.path.dirname(path))
-        if os.path.isfile(path):
-            matches.append(path)
-    return matches
+    parts = pattern.split(os.sep)
+    for index, part in enumerate(parts):
+        if part == "**":
+            for folder in glob.iglob(os.sep.join(parts[: index + 1]) + os.sep, recursive=True):
+                real_parents(os.path.dirname(folder))
+    return [path for path in glob.iglob(pattern, recursive=True) if os.path.isfile(path)]
 
 
 def read_documents(
