@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infinipipe.cost import CostError, load_cost, preset, preset_names, save_cost, sequence_work
+from infinipipe.cost import CostError, load_cost, preset, preset_names, save_cost
 from infinipipe.cost.presets import CALIBRATIONS, MODELS
 
 
@@ -13,7 +13,7 @@ def test_the_calibrated_model_has_the_published_coefficients() -> None:
     length = 10_000
     known = CALIBRATIONS["a100"]
     expected = known.pair * length**2 + known.token * length
-    assert cost.work_seconds(sequence_work([length])) == pytest.approx(expected)
+    assert cost.work_seconds([length]) == pytest.approx(expected)
     assert cost.chunk_seconds() == pytest.approx(0.629)
     per_token = (cost.memory.layer + cost.memory.layer_kv) * 32
     assert per_token == pytest.approx(4.71e6)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from infinipipe.cost import AnalyticCost, Link, preset, sequence_work
+from infinipipe.cost import AnalyticCost, Link, preset
 from infinipipe.plan import PlanError
 from infinipipe.planner.unpiped import Cluster, flexsp, ulysses_zero3
 
@@ -19,7 +19,7 @@ def cluster(budget: int | None, *, all_to_all: bool = True) -> Cluster:
 
 
 def fixed_and_work(cost: AnalyticCost, lengths: list[int]) -> tuple[float, float]:
-    return cost.chunk_seconds(), cost.work_seconds(sequence_work(lengths))
+    return cost.chunk_seconds(), cost.work_seconds(lengths)
 
 
 @pytest.mark.parametrize("planner", [ulysses_zero3, flexsp])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.cost import AnalyticCost, MemoryUse, PassTime
+from infinipipe.cost import AnalyticCost, MemoryUse, ModelShape, PassTime
 from infinipipe.plan import ActionKind
 from infinipipe.profile.design import Design, halton
 from infinipipe.profile.fit import Sample, fit_link, fit_pass
@@ -29,12 +29,14 @@ FORWARD = PassTime(
 )
 BACKWARD = PassTime(pair=7e-9, context=1e-9, token=4e-6, slice=5e-5, reach=4e-7, resumed=2e-4, chunk=2e-3)
 RECOMPUTE = PassTime(pair=3e-9, context=-1e-9, token=2.5e-6, slice=1e-4, chunk=1e-3)
+SHAPE = ModelShape(layers=5, hidden=8, intermediate=8, heads=2, kv_heads=2, head_dim=4, vocab=9)
 MEMORY = MemoryUse(layer=1, layer_kv=1, layer_input=1, kv=1, dkv=1, message=1)
 DESIGN = Design(longest=4096, capacity=2048, smallest=64)
 
 
-def truth(stage_layers: tuple[int, ...]) -> AnalyticCost:
+def truth(stage_layers: tuple[int, ...], windows: tuple[int, ...] = ()) -> AnalyticCost:
     return AnalyticCost(
+        shape=dataclasses.replace(SHAPE, windows=windows),
         stage_layers=stage_layers,
         forward=FORWARD,
         backward=BACKWARD,
@@ -44,24 +46,25 @@ def truth(stage_layers: tuple[int, ...]) -> AnalyticCost:
     )
 
 
-def samples_of() -> list[Sample]:
+def samples_of(windows: tuple[int, ...] = ()) -> list[Sample]:
     """Samples with the true seconds, of two layouts."""
-    return [*layout_samples((2, 3)), *layout_samples((1, 1))]
+    return [*layout_samples((2, 3), windows), *layout_samples((1, 1), windows)]
 
 
-def layout_samples(stage_layers: tuple[int, ...]) -> list[Sample]:
-    cost, samples = truth(stage_layers), []
+def layout_samples(stage_layers: tuple[int, ...], windows: tuple[int, ...] = ()) -> list[Sample]:
+    cost, samples = truth(stage_layers, windows), []
     for plan in DESIGN.plans(stage_layers):
         replica = plan.replicas[0]
         for stage, actions in enumerate(replica.actions):
             for action in actions:
                 chunk, backward = replica.chunks[action.chunk], action.kind is ActionKind.BACKWARD
-                layers = replica.recompute[stage][action.chunk] if backward else 0
+                layers = min(replica.recompute[stage][action.chunk], 1 + action.chunk % 3) if backward else 0
                 seconds = cost.forward_seconds(chunk, stage)
                 if backward:
                     seconds = cost.backward_seconds(chunk, stage) + cost.recompute_seconds(chunk, stage, layers)
                 ends = (stage == 0, stage == len(stage_layers) - 1)
-                samples.append(Sample(action.kind, chunk, stage_layers[stage], layers, *ends, seconds))
+                own = cost.layer_windows[stage]
+                samples.append(Sample(action.kind, chunk, stage_layers[stage], layers, *ends, seconds, own))
     return samples
 
 
@@ -93,9 +96,10 @@ def test_noise_that_only_adds_does_not_pull_the_fit_below_the_median() -> None:
     assert 1.15 < slope < 1.35
 
 
+@pytest.mark.parametrize("windows", [(), (256,), (256, 256, 0)])
 @pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
-def test_the_truth_is_found(kind: ActionKind) -> None:
-    samples = samples_of()
+def test_the_truth_is_found(kind: ActionKind, windows: tuple[int, ...]) -> None:
+    samples = samples_of(windows)
     fit = fit_pass(samples[::2], samples[1::2], kind)
     expected = {ActionKind.FORWARD: FORWARD, ActionKind.BACKWARD: BACKWARD}[kind]
     assert fit.held_out.error_p90 < 1e-6
@@ -105,6 +109,7 @@ def test_the_truth_is_found(kind: ActionKind) -> None:
     if kind is ActionKind.BACKWARD:
         assert fit.recompute is not None
         assert fit.recompute.token == pytest.approx(RECOMPUTE.token, rel=1e-3)
+        assert fit.recompute.pair == pytest.approx(RECOMPUTE.pair, rel=1e-3)
 
 
 def test_one_layout_cannot_tell_the_embedding_apart() -> None:

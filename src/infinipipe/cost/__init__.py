@@ -1,6 +1,6 @@
 """Time and memory of chunks at stages; hardware and model descriptions. Imports no torch."""
 
-from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime, sequence_work
+from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.files import load_cost, save_cost
 from infinipipe.cost.flops import flop_cost, memory_use, state_bytes
 from infinipipe.cost.interface import CostModel
@@ -24,7 +24,6 @@ __all__ = [
     "preset",
     "preset_names",
     "save_cost",
-    "sequence_work",
     "state_bytes",
     "tabulate",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.cost.table import CostTable
-from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger
+from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger, mean_work, prefix_pairs
 from infinipipe.plan import Chunk
 
 
@@ -18,7 +20,7 @@ class PassTime:
     """Seconds of one pass, forward or backward, on one device without sequence parallelism.
 
     Attributes:
-        pair: a layer's, per unit of ``(C + s)^2 - C^2`` (``a1``).
+        pair: a layer's, per unit of ``pairs``, without a window ``(C + s)^2 - C^2`` (``a1``).
         token: a layer's, per token (``a2``).
         slice: a layer's, per slice of the chunk: what packing costs.
         chunk: a layer's, per chunk (``b1`` over all layers).
@@ -26,8 +28,8 @@ class PassTime:
         embedding_token: the first stage's, per token.
         head_token: the last stage's head and loss, per token.
         head_chunk: the same, per chunk.
-        context: a layer's, per unit of ``2 C s`` beyond ``pair``: negative where attention to the context, which needs no
-            mask, is faster than causal attention.
+        context: a layer's, per unit of ``crossed``, without a window ``2 C s``, beyond ``pair``: negative where attention to
+            the context, which needs no mask, is faster than causal attention.
         reach: a layer's, per token that the slice of a cut sequence attends to: moving keys, values and their gradients.
         resumed: a layer's, per chunk whose first slice has a context: its attention comes in two parts.
         short: a layer's, per token that a chunk has less than ``full``, the tokens from which on a device works at its best.
@@ -118,7 +120,7 @@ class AnalyticCost:
         all_to_all_bytes: what a layer's forward exchanges for a token, all its all-to-alls together.
         all_to_alls: their number in a layer's forward; the backward has as many.
         name, source: where the coefficients come from.
-        shape: the model that they describe, if known.
+        shape: the model that they describe, if known; its windows are those of the stages' layers in order.
     """
 
     stage_layers: tuple[int, ...]
@@ -148,16 +150,40 @@ class AnalyticCost:
     def num_stages(self) -> int:
         return len(self.stage_layers)
 
+    @cached_property
+    def layer_windows(self) -> tuple[tuple[int, ...], ...]:
+        """The window of every layer of every stage; 0 for none."""
+        ends = np.cumsum(self.stage_layers).tolist()
+        window = self.shape.layer_window if self.shape is not None else lambda layer: 0
+        return tuple(
+            tuple(window(layer) for layer in range(end - count, end))
+            for end, count in zip(ends, self.stage_layers, strict=True)
+        )
+
+    @cached_property
+    def window_counts(self) -> dict[int, int]:
+        """How many layers of the model have each window."""
+        return dict(Counter(window for windows in self.layer_windows for window in windows)) or {0: 0}
+
+    @cached_property
+    def _widest(self) -> tuple[int, ...]:
+        """A window of every stage that no layer of it exceeds."""
+        return tuple(0 if 0 in windows else max(windows, default=0) for windows in self.layer_windows)
+
+    @property
+    def pair_seconds(self) -> dict[int, float]:
+        """Forward and backward of the layers of each window, over all stages, per unit of ``pairs`` of whole sequences."""
+        seconds = (self.forward.pair + self.backward.pair) / self.sequence_parallel
+        return {window: seconds * count for window, count in self.window_counts.items()}
+
     def layers_time(self, time: PassTime, work: Work[Number], layers: float) -> Number:
         """Seconds of one pass of ``layers`` layers, all-to-alls included (Eq. 1-4)."""
         share = 1 / self.sequence_parallel
         per_layer = (time.pair * work.pairs + time.token * work.tokens + time.slice * work.slices) * share + time.chunk
         if time.context or time.reach:
-            crossed = 2 * work.partial * (work.reach - work.partial)
-            per_layer = per_layer + (time.context * crossed + time.reach * work.reach) * share
+            per_layer = per_layer + (time.context * work.crossed + time.reach * work.reach) * share
         if time.resumed:
-            without_context = larger(work.partial - work.reach + 1.0, work.tokens * 0.0)
-            per_layer = per_layer + time.resumed * (1.0 - without_context)
+            per_layer = per_layer + time.resumed * work.resumed
         if time.short:
             per_layer = per_layer + time.short * larger(time.full - work.tokens * share, work.tokens * 0.0)
         if self.sequence_parallel > 1:
@@ -230,14 +256,18 @@ class AnalyticCost:
             need = larger(need, work.tokens * (use.message * share) - freed + use.embedding_gradient)
         return need
 
+    def _mean_work(self, chunk: Chunk, windows: Sequence[int]) -> Work[float]:
+        return mean_work({window: chunk_work(chunk, window) for window in windows or (0,)}, windows)
+
     def forward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return self.pass_time(self.forward, chunk_work(chunk), stage)
+        return self.pass_time(self.forward, self._mean_work(chunk, self.layer_windows[stage]), stage)
 
     def backward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return self.pass_time(self.backward, chunk_work(chunk), stage)
+        return self.pass_time(self.backward, self._mean_work(chunk, self.layer_windows[stage]), stage)
 
     def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
-        return self.layers_time(self.recompute or self.forward, chunk_work(chunk), layers)
+        work = self._mean_work(chunk, self.layer_windows[stage][:layers])
+        return self.layers_time(self.recompute or self.forward, work, layers)
 
     def message_seconds(self, num_tokens: int) -> float:
         return self.message.latency + self.message_bytes(num_tokens) * self.message.seconds_per_byte
@@ -254,10 +284,12 @@ class AnalyticCost:
 
     def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
         all_recomputed = layers == self.stage_layers[stage]
-        return round(self.forward_transient(chunk_work(chunk), stage, all_recomputed=all_recomputed))
+        work = chunk_work(chunk, self._widest[stage])
+        return round(self.forward_transient(work, stage, all_recomputed=all_recomputed))
 
     def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return round(self.backward_transient(chunk_work(chunk), stage, kept=self.stage_layers[stage] - layers))
+        work = chunk_work(chunk, self._widest[stage])
+        return round(self.backward_transient(work, stage, kept=self.stage_layers[stage] - layers))
 
     def message_bytes(self, num_tokens: int) -> int:
         return round(self.memory.message * num_tokens / self.sequence_parallel)
@@ -267,7 +299,10 @@ class AnalyticCost:
 
     def table(self, chunks: Sequence[Chunk]) -> CostTable:
         """The same figures for many chunks at once."""
-        work = chunks_work(chunks)
+        works = chunks_work(chunks, tuple(self.window_counts))
+        work = next(iter(works.values()))
+        means = [mean_work(works, windows) for windows in self.layer_windows]
+        widest = [works.get(window, work) for window in self._widest]
         stages = range(self.num_stages)
 
         def rows(function: Callable[[int], FloatArray]) -> FloatArray:
@@ -275,26 +310,39 @@ class AnalyticCost:
 
         return CostTable(
             stage_layers=self.stage_layers,
-            forward=rows(lambda stage: self.pass_time(self.forward, work, stage)),
-            backward=rows(lambda stage: self.pass_time(self.backward, work, stage)),
-            layer_recompute=rows(lambda stage: self.layers_time(self.recompute or self.forward, work, 1.0)),
+            forward=rows(lambda stage: self.pass_time(self.forward, means[stage], stage)),
+            backward=rows(lambda stage: self.pass_time(self.backward, means[stage], stage)),
+            recompute=self._recompute_table(works),
             message=self.message.latency
             + work.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
             activation=rows(lambda stage: self.activation(work, stage)),
             layer_saving=rows(lambda stage: self.layer_saving(work)),
             forward_transient=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=False)),
             forward_transient_full=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=True)),
-            backward_transient=rows(lambda stage: self.backward_transient(work, stage, kept=1)),
-            backward_transient_full=rows(lambda stage: self.backward_transient(work, stage, kept=0)),
+            backward_transient=rows(lambda stage: self.backward_transient(widest[stage], stage, kept=1)),
+            backward_transient_full=rows(lambda stage: self.backward_transient(widest[stage], stage, kept=0)),
         )
 
-    def work_seconds(self, work: Work[Number]) -> Number:
-        """Forward and backward of the whole model, one device a stage, without any fixed cost and all-to-all."""
-        layers = sum(self.stage_layers)
-        total = work.tokens * 0.0
+    def _recompute_table(self, works: Mapping[int, Work[FloatArray]]) -> FloatArray:
+        """Seconds of recomputing the first layers of every stage, none to all, (stages, most layers + 1, chunks)."""
+        seconds = np.stack([self.layers_time(self.recompute or self.forward, work, 1.0) for work in works.values()])
+        table = np.zeros((self.num_stages, max(self.stage_layers) + 1, seconds.shape[1]))
+        for rows, windows in zip(table, self.layer_windows, strict=True):
+            layers = np.array([[own == window for window in works] for own in windows], np.float64)
+            rows[1 : len(windows) + 1] = np.cumsum(layers.reshape(-1, len(works)), axis=0) @ seconds
+        return table
+
+    def work_seconds(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of whole sequences by the whole model, one device a stage, without fixed cost and all-to-all."""
+        layers, tokens = sum(self.stage_layers), sum(lengths)
+        pairs = sum(
+            count / max(layers, 1) * sum(prefix_pairs(length, window) for length in lengths)
+            for window, count in self.window_counts.items()
+        )
+        total = 0.0
         for time in (self.forward, self.backward):
             ends = time.embedding_token + time.head_token
-            total = total + (time.pair * work.pairs + time.token * work.tokens) * layers + work.tokens * ends
+            total += (time.pair * pairs + time.token * tokens) * layers + tokens * ends
         return total
 
     def chunk_seconds(self) -> float:
@@ -303,14 +351,3 @@ class AnalyticCost:
         return sum(
             time.chunk * layers + time.stage * stages + time.head_chunk for time in (self.forward, self.backward)
         )
-
-
-def sequence_work(lengths: Sequence[int]) -> Work[float]:
-    """All sequences, uncut, as one amount of work."""
-    return Work(
-        tokens=float(sum(lengths)),
-        pairs=float(sum(length * length for length in lengths)),
-        partial=0.0,
-        reach=0.0,
-        slices=float(len(lengths)),
-    )

@@ -62,10 +62,6 @@ def load_cost(path: str | Path) -> AnalyticCost:
     for name, kind in _PARTS.items():
         if name in data and not (data[name] is None and name in _OPTIONAL):
             data[name] = _build(kind, data[name], f"{path}: {name}")
-    for name in ("stage_layers", "states"):
-        if not isinstance(data.get(name), list) or not all(_is_count(item) for item in data[name]):
-            raise CostError(f"{path}: {name} must be a list of whole numbers from 0 to {LARGEST:g}")
-        data[name] = tuple(data[name])
     cost: AnalyticCost = _build(AnalyticCost, data, str(path))
     return cost
 
@@ -87,6 +83,10 @@ def _build(kind: type, data: object, where: str) -> Any:
         raise CostError(f"{where} has no field {missing[0]!r}")
     for name, value in data.items():
         wanted = str(fields[name].type)
+        if wanted == "tuple[int, ...]":
+            if not isinstance(value, list) or not all(_is_count(item) for item in value):
+                raise CostError(f"{where}: {name} must be a list of whole numbers from 0 to {LARGEST:g}")
+            data[name] = tuple(value)
         if wanted in _CHECKS and not _CHECKS[wanted][0](value):
             raise CostError(f"{where}.{name} is {str(value)[:40]!r}; it must be {_CHECKS[wanted][1]}")
     return kind(**data)

@@ -30,6 +30,10 @@ class ModelShape:
         gated: whether the MLP has a gate beside its up-projection.
         norms: norms over the hidden size in a layer.
         qk_norm: whether queries and keys are normalised.
+        windows: how many tokens a query attends to, its own included, at every layer; 0 for all. More layers than are named
+            take them in turn; none named, all layers attend to all tokens.
+
+    Raises ``CostError`` for a negative window.
     """
 
     layers: int
@@ -43,6 +47,15 @@ class ModelShape:
     gated: bool = True
     norms: int = 2
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.windows, default=0) < 0:
+            raise CostError(f"windows is {list(self.windows)}; a window must be at least 1, or 0 for no window")
+
+    def layer_window(self, layer: int) -> int:
+        """The window of a layer, counted from 0; 0 if it attends to all tokens."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
     @property
     def query_width(self) -> int:
@@ -94,6 +107,7 @@ class ModelShape:
             gated="silu" in activation or "swish" in activation or kind.startswith("gemma"),
             norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
             qk_norm=kind.startswith(("qwen3", "gemma3", "olmo2")),
+            windows=_windows(config, kind),
         )
 
     @classmethod
@@ -110,6 +124,36 @@ class ModelShape:
         if not isinstance(config, dict):
             raise CostError(f"the model configuration {path} is not a JSON object")
         return cls.from_config(config)
+
+
+_EVERY_LAYER = ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+"""Families of which every layer has the configuration's window, whatever else it says."""
+_OPTED_IN = ("qwen", "smollm")
+"""Families whose window counts only with ``use_sliding_window``."""
+_GEMMA3_PATTERN = 6
+
+
+def _windows(config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+    """The window of every layer; empty if there is none.
+
+    Older configurations imply layer types: every ``sliding_window_pattern``-th layer is full, or the first
+    ``max_window_layers`` are.
+    """
+    window, count = config.get("sliding_window"), config["num_hidden_layers"]
+    if not window or not config.get("use_sliding_window", not kind.startswith(_OPTED_IN)):
+        return ()
+    if not isinstance(window, int):
+        raise CostError(f"the model configuration's sliding_window is {window!r}; it must be a whole number of tokens")
+    pattern = config.get("sliding_window_pattern", _GEMMA3_PATTERN if kind.startswith("gemma3") else None)
+    if kind in _EVERY_LAYER:
+        local = [True] * count
+    elif types := config.get("layer_types"):
+        local = [name == "sliding_attention" for name in types]
+    elif isinstance(pattern, int) and pattern > 0:
+        local = [(layer + 1) % pattern > 0 for layer in range(count)]
+    else:
+        local = [layer >= config.get("max_window_layers", 0) for layer in range(count)]
+    return tuple(window if limited else 0 for limited in local) if any(local) else ()
 
 
 def even_stages(layers: int, num_stages: int) -> tuple[int, ...]:

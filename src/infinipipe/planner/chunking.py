@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from infinipipe.cost.work import prefix_pairs
 from infinipipe.plan import Chunk, Slice, cut
 
 MANY_SEQUENCES = 1000
@@ -19,20 +20,36 @@ BUNDLES_PER_CHUNK = 100
 
 @dataclass(frozen=True)
 class SequenceTime:
-    """Seconds of a slice ``[start, stop)``: ``pair * (stop^2 - start^2) + token * (stop - start)``."""
+    """Seconds of a slice ``[start, stop)``: ``pair * (stop^2 - start^2) + token * (stop - start)``, and what layers with windows add.
+
+    Attributes:
+        pair: of the layers without a window, per unit of ``stop^2 - start^2``.
+        token: per token.
+        windows: ascending windows with their layers' seconds per unit of :func:`infinipipe.cost.work.prefix_pairs`.
+    """
 
     pair: float
     token: float
+    windows: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, start: int, stop: int) -> float:
-        return self.pair * (stop * stop - start * start) + self.token * (stop - start)
+        seconds = self.pair * (stop * stop - start * start) + self.token * (stop - start)
+        for window, pair in self.windows:
+            seconds += pair * (prefix_pairs(stop, window) - prefix_pairs(start, window))
+        return seconds
 
     def reach(self, seconds: float) -> float:
-        """The length whose whole takes ``seconds``: the root of the quadratic."""
-        if self.pair <= 0:
-            return seconds / self.token
-        half = self.token / (2 * self.pair)
-        return seconds / self.pair / (half + math.sqrt(half * half + seconds / self.pair))
+        """The length whose whole takes ``seconds``: the root of the quadratic that holds there, beyond all windows passed."""
+        passed = [window for window, _ in self.windows if self(0, window) < seconds]
+        origin = passed[-1] if passed else 0
+        left = seconds - self(0, origin)
+        pair = self.pair + sum(pair for window, pair in self.windows if window > origin)
+        token = self.token + 2 * origin * pair
+        token += sum(pair * (2 * window - 1) for window, pair in self.windows if window <= origin)
+        if pair <= 0:
+            return origin + left / token
+        half = token / (2 * pair)
+        return origin + left / pair / (half + math.sqrt(half * half + left / pair))
 
 
 def balanced_borders(length: int, num_slices: int, time: SequenceTime) -> list[int]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from infinipipe.cost import AnalyticCost, sequence_work
+from infinipipe.cost import AnalyticCost
 from infinipipe.cost.presets import CALIBRATIONS
 from infinipipe.plan import PlanError
 from infinipipe.planner.search import Found
@@ -21,7 +21,7 @@ UNPIPED = {"ulysses-zero3": ulysses_zero3, "flexsp": flexsp}
 
 def ideal_seconds(cost: AnalyticCost, lengths: Sequence[int], token_capacity: int) -> float:
     """All tokens' forward and backward perfectly divided over all devices, at the fewest chunks possible (section 7)."""
-    work = cost.work_seconds(sequence_work(lengths)) / (cost.sequence_parallel * cost.num_stages)
+    work = cost.work_seconds(lengths) / (cost.sequence_parallel * cost.num_stages)
     return work + cost.chunk_seconds() / cost.num_stages * math.ceil(sum(lengths) / token_capacity)
 
 
@@ -82,12 +82,11 @@ def _outcome(
     name: str, found: Found, cost: AnalyticCost, ideal: float, lengths: Sequence[int], planning_seconds: float
 ) -> Outcome:
     table, stages = found.draft.table, cost.num_stages
-    recompute = float((found.recompute * table.layer_recompute).sum()) / stages
+    recompute = float(table.recompute_seconds(found.recompute).sum()) / stages
     busy = float((table.forward + table.backward).sum()) / stages
     chunks = table.num_chunks
-    fixed = cost.chunk_seconds() / stages * chunks + cost.work_seconds(sequence_work(lengths)) / (
-        cost.sequence_parallel * stages
-    )
+    work = cost.work_seconds(lengths) / (cost.sequence_parallel * stages)
+    fixed = cost.chunk_seconds() / stages * chunks + work
     return Outcome(
         planner=name,
         seconds=found.seconds,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,10 +22,21 @@ from infinipipe.simulate.engine import Engine
 ADVICE = "allow more slices, use more stages or a lower token capacity"
 
 
+@runtime_checkable
+class HasWindows(Protocol):
+    """A cost model that knows which of its layers have a window."""
+
+    @property
+    def pair_seconds(self) -> Mapping[int, float]:
+        """Forward and backward over all stages, per unit of ``prefix_pairs``, of the layers with each window, 0 for none."""
+        ...
+
+
 def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
     """Seconds of a slice over all stages, forward and backward, without what a chunk costs whatever its size.
 
-    Read off three whole chunks; it is exact for costs of the form of Eq. 1.
+    Read off three whole chunks, or two where the cost model tells what windows its layers have; it is exact for costs of the
+    form of Eq. 1.
     """
 
     def seconds(length: int) -> float:
@@ -33,6 +47,12 @@ def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
     n = max(longest, 1024)
     one, two, three = seconds(1), seconds(n), seconds(2 * n)
     first, second = (two - one) / (n - 1), (three - two) / n
+    pairs = dict(cost.pair_seconds) if isinstance(cost, HasWindows) else {}
+    full = pairs.pop(0, 0.0)
+    if pairs:
+        by_attention = SequenceTime(full, 0.0, tuple(sorted(pairs.items())))
+        token = second - by_attention(n, 2 * n) / n
+        return dataclasses.replace(by_attention, token=max(token, 1e-30))
     pair = max((second - first) / (2 * n - 1), 0.0)
     return SequenceTime(pair, max(first - pair * (n + 1), 1e-30))
 
@@ -81,7 +101,7 @@ class Draft:
         """Seconds that the step takes with ``recompute``, (stages, chunks) layers."""
         if not recompute.any():
             return self.seconds_without_recompute
-        backward = self.table.backward + recompute * self.table.layer_recompute
+        backward = self.table.backward + self.table.recompute_seconds(recompute)
         return self.engine.makespan(self.table.forward, backward, self.table.message)
 
     def least(self) -> tuple[int, int]:

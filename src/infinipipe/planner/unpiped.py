@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinipipe.cost import AnalyticCost, sequence_work
+from infinipipe.cost import AnalyticCost
 from infinipipe.plan import PlanError
 
 MOST_LAYOUTS = 40
@@ -54,17 +54,13 @@ class Cluster:
         states = sum(cost.states) * cost.sequence_parallel / self.devices
         return max(0.0, (self.budget - states) / per_token * degree)
 
-    def rate(self, degree: int) -> tuple[float, float]:
-        """Seconds per token^2 and per token of a group, all-to-alls of forward and backward included."""
-        cost = self.cost
-        layers = sum(cost.stage_layers)
-        pair = (cost.forward.pair + cost.backward.pair) * layers / degree
-        token = cost.work_seconds(sequence_work([1])) / degree - pair
-        if degree > 1:
-            known = [size for size in self.bandwidths if size >= degree]
-            bandwidth = self.bandwidths[min(known)] if known else self.bandwidths[max(self.bandwidths)]
-            token += 2 * layers * cost.all_to_all_bytes / degree / bandwidth
-        return pair, token
+    def exchange(self, degree: int) -> float:
+        """Seconds per token of a group's all-to-alls, forward and backward."""
+        if degree == 1:
+            return 0.0
+        known = [size for size in self.bandwidths if size >= degree]
+        bandwidth = self.bandwidths[min(known)] if known else self.bandwidths[max(self.bandwidths)]
+        return 2 * sum(self.cost.stage_layers) * self.cost.all_to_all_bytes / degree / bandwidth
 
 
 def ulysses_zero3(cluster: Cluster, lengths: Sequence[int]) -> float:
@@ -168,7 +164,7 @@ def _layouts(batch: Sequence[int], cluster: Cluster) -> list[list[int]]:
 
 def _assign(batch: Sequence[int], layout: Sequence[int], cluster: Cluster) -> float:
     """Seconds of the slowest group when sequences, longest first, go where they end earliest; infinite if they do not fit."""
-    rates = {degree: cluster.rate(degree) for degree in set(layout)}
+    exchanges = {degree: cluster.exchange(degree) for degree in set(layout)}
     room = [cluster.token_capacity(degree) for degree in layout]
     by_degree: dict[int, list[tuple[float, int]]] = {}
     for index, degree in enumerate(layout):
@@ -176,10 +172,10 @@ def _assign(batch: Sequence[int], layout: Sequence[int], cluster: Cluster) -> fl
     slowest = 0.0
     for length in sorted(batch, reverse=True):
         best: tuple[float, int] | None = None
+        work = cluster.cost.work_seconds([length])
         for degree, heap in by_degree.items():
-            pair, token = rates[degree]
             if heap and room[heap[0][1]] >= length:
-                end = heap[0][0] + pair * length * length + token * length
+                end = heap[0][0] + work / degree + exchanges[degree] * length
                 if best is None or end < best[0]:
                     best = (end, degree)
         if best is None:

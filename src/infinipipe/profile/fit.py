@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from infinipipe.cost import Link, PassTime
-from infinipipe.cost.work import Work, chunk_work
+from infinipipe.cost.work import Work, chunk_work, mean_work
 from infinipipe.plan import ActionKind, Chunk
 from infinipipe.profile.regression import Floats, robust_fit, robust_loss
 
@@ -26,7 +26,10 @@ WORTH, LEAST_GAIN = 0.97, 1e-3
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured action: ``layers`` of the stage, ``recomputed`` of them computed again, and its seconds."""
+    """One measured action: ``layers`` of the stage, the first ``recomputed`` of them computed again, and its seconds.
+
+    ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one.
+    """
 
     kind: ActionKind
     chunk: Chunk
@@ -35,6 +38,12 @@ class Sample:
     is_first: bool
     is_last: bool
     seconds: float
+    windows: tuple[int, ...] = ()
+
+    def work(self, layers: int) -> Work[float]:
+        """The mean work of the stage's first ``layers``."""
+        windows = self.windows[:layers] or (0,)
+        return mean_work({window: chunk_work(self.chunk, window) for window in windows}, windows)
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class _Data:
-    """Samples as arrays of shape (samples,)."""
+    """Samples as arrays of shape (samples,); ``work`` is a layer's, ``again`` that of a recomputed one."""
 
     work: Work[Floats]
+    again: Work[Floats]
     layers: Floats
     recomputed: Floats
     is_first: Floats
@@ -63,50 +73,46 @@ class _Data:
         def column(values: Iterable[float]) -> Floats:
             return np.fromiter(values, np.float64, len(samples))
 
-        works = [chunk_work(sample.chunk) for sample in samples]
-        work = Work(*(column(getattr(w, f.name) for w in works) for f in dataclasses.fields(Work)))
+        def work(works: Sequence[Work[float]]) -> Work[Floats]:
+            return Work(*(column(getattr(w, f.name) for w in works) for f in dataclasses.fields(Work)))
+
         return cls(
-            work,
+            work([sample.work(sample.layers) for sample in samples]),
+            work([sample.work(sample.recomputed) for sample in samples]),
             *(column(getattr(sample, name) for sample in samples) for name in _COLUMNS),
         )
 
 
 _COLUMNS = ("layers", "recomputed", "is_first", "is_last", "seconds")
-Column = Callable[[_Data, float], Floats]
 
-
-def _crossed(data: _Data, knot: float) -> Floats:
-    return 2 * data.work.partial * (data.work.reach - data.work.partial)
-
-
-_PER_LAYER: dict[str, Column] = {
-    "pair": lambda data, knot: data.work.pairs - _crossed(data, knot),
-    "context": _crossed,
-    "token": lambda data, knot: data.work.tokens,
-    "slice": lambda data, knot: data.work.slices,
-    "reach": lambda data, knot: data.work.reach,
-    "resumed": lambda data, knot: (data.work.reach > data.work.partial).astype(np.float64),
-    "chunk": lambda data, knot: np.ones_like(data.layers),
-    "short": lambda data, knot: np.maximum(knot - data.work.tokens, 0.0),
+_PER_LAYER: dict[str, Callable[[Work[Floats], float], Floats]] = {
+    "pair": lambda work, knot: work.pairs - work.crossed,
+    "context": lambda work, knot: work.crossed,
+    "token": lambda work, knot: work.tokens,
+    "slice": lambda work, knot: work.slices,
+    "reach": lambda work, knot: work.reach,
+    "resumed": lambda work, knot: work.resumed,
+    "chunk": lambda work, knot: np.ones_like(work.tokens),
+    "short": lambda work, knot: np.maximum(knot - work.tokens, 0.0),
 }
-_PER_STAGE: dict[str, Column] = {
-    "stage": lambda data, knot: np.ones_like(data.layers),
-    "head_token": lambda data, knot: data.is_last * data.work.tokens,
-    "head_chunk": lambda data, knot: data.is_last,
-    "embedding_token": lambda data, knot: data.is_first * data.work.tokens,
+_PER_STAGE: dict[str, Callable[[_Data], Floats]] = {
+    "stage": lambda data: np.ones_like(data.layers),
+    "head_token": lambda data: data.is_last * data.work.tokens,
+    "head_chunk": lambda data: data.is_last,
+    "embedding_token": lambda data: data.is_first * data.work.tokens,
 }
 """The embedding's share is fitted only where the measured layouts tell it from a layer's and the head's; else it is 0."""
 
 
 def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
-    columns = [column(data, knot) * data.layers for column in _PER_LAYER.values()]
-    ends = {name: column(data, knot) for name, column in _PER_STAGE.items()}
+    columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
+    ends = {name: column(data) for name, column in _PER_STAGE.items()}
     per_token = [data.work.tokens * data.layers, ends["head_token"], ends["embedding_token"]]
     if np.linalg.matrix_rank(np.stack(per_token, axis=1)) < len(per_token):
         ends["embedding_token"] = np.zeros_like(data.layers)
     columns += ends.values()
     if kind is ActionKind.BACKWARD:
-        columns += [column(data, knot) * data.recomputed for column in _PER_LAYER.values()]
+        columns += [column(data.again, knot) * data.recomputed for column in _PER_LAYER.values()]
     return np.stack(columns, axis=1)
 
 

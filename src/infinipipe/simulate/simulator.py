@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from infinipipe.cost import CostModel, tabulate
 from infinipipe.plan import ActionKind, Direction, Plan, PlanError, ReplicaPlan
 from infinipipe.simulate.engine import Engine, Floats, Times
@@ -56,7 +54,7 @@ def simulate(replica: ReplicaPlan, cost: CostModel, *, budget: int | None = None
             "use a cost model of the same stages"
         )
     table = tabulate(cost, replica.chunks)
-    recompute = np.array(replica.recompute, np.float64).reshape(table.forward.shape) * table.layer_recompute
+    recompute = table.recompute_seconds(replica.recompute)
     times = Engine(replica).times(table.forward, table.backward + recompute, table.message)
     curves = memory_curves(replica, times, table, cost)
     timeline = Timeline(
