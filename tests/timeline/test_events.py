@@ -47,9 +47,20 @@ def test_without_messages_communication_is_bubble(simulation: Simulation) -> Non
     [
         ({"format": "other"}, "not a timeline"),
         ({"version": 9}, "version 9"),
-        ({"source": "guessed"}, "malformed"),
-        ({"budget": float("inf")}, "malformed"),
-        ({"spans": [[["F0", 0.0, "x", 0.0, 0]], []]}, "malformed"),
+        ({"source": "guessed"}, "field 'source' must be 'simulated' or 'measured'"),
+        ({"budget": float("inf")}, "field 'budget' must be a number of bytes or null"),
+        ({"budget": []}, "field 'budget' must be a number of bytes or null"),
+        ({"pipelines": None}, "field 'pipelines' must be a list of pipelines"),
+        ({"pipelines": [[[[0, 4]]]]}, "field 'pipelines' must be a list of pipelines"),
+        ({"spans": 3}, "field 'spans' must be a list, for every stage, of .action, start, end"),
+        (
+            {"spans": [[["F0", 0.0, "x", 0.0, 0]], []]},
+            "field 'spans' must be a list, for every stage, of .action, start, end",
+        ),
+        ({"spans": [[["Z0", 0.0, 1.0, 0.0, 0]], []]}, "field 'spans' is malformed: action 'Z0' is not"),
+        ({"messages": [[0, "up", 0, 0.0, 0.0, 0.0]]}, "field 'messages' must be a list of .source stage"),
+        ({"messages": [{}]}, "field 'messages' must be a list of .source stage"),
+        ({"memory": [[0.0, 1], []]}, "field 'memory' must be a list, for every stage, of .seconds, bytes."),
         ({"spans": [[["F99", 0.0, 1.0, 0.0, 0]], []], "messages": []}, "there are 9 chunks"),
         (
             {"spans": [[["F0", 0.0, 2.0, 0.0, 0], ["F1", 1.0, 3.0, 0.0, 0]], []], "messages": []},
@@ -66,12 +77,22 @@ def test_broken_timelines_are_refused(simulated: Timeline, change: dict[str, Any
         from_json(json.dumps(json.loads(to_json(simulated)) | change))
 
 
+def test_a_missing_field_is_named(simulated: Timeline) -> None:
+    data = json.loads(to_json(simulated))
+    for name in data.keys() - {"format", "version"}:
+        with pytest.raises(TimelineError, match=f"the timeline has no field '{name}'"):
+            from_json(json.dumps({key: value for key, value in data.items() if key != name}))
+
+
 def test_errors_name_the_file(tmp_path: Path, simulated: Timeline) -> None:
     with pytest.raises(TimelineError, match=r"missing\.json: No such file"):
         load(tmp_path / "missing.json")
     (tmp_path / "text.json").write_text("no json")
     with pytest.raises(TimelineError, match=r"text\.json: the timeline is not JSON"):
         load(tmp_path / "text.json")
+    (tmp_path / "step.json").write_text(json.dumps(json.loads(to_json(simulated)) | {"memory": 1}))
+    with pytest.raises(TimelineError, match=r"step\.json: the timeline's field 'memory' must be"):
+        load(tmp_path / "step.json")
     with pytest.raises(ValueError, match="cannot write"):
         save(simulated, tmp_path / "nowhere" / "step.json")
 

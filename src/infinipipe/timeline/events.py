@@ -8,17 +8,18 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from infinipipe.files import parse_json, write_beside
 from infinipipe.plan import Action, ActionKind, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
 
 FORMAT = "infinipipe timeline"
 VERSION = 1
+T = TypeVar("T")
 
 
 class TimelineError(ValueError):
@@ -197,32 +198,54 @@ def from_json(text: str) -> Timeline:
         raise TimelineError("this is not a timeline; 'infinipipe simulate' and 'infinipipe train' write them")
     if data.get("version") != VERSION:
         raise TimelineError(f"the timeline has version {data.get('version')!r}; this release reads version {VERSION}")
-    try:
-        timeline = _timeline(data)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TimelineError(f"the timeline is malformed: {type(error).__name__}: {error}") from None
+    timeline = _timeline(data)
     _check(timeline)
     return timeline
 
 
 def _timeline(data: Mapping[str, Any]) -> Timeline:
-    budget = data["budget"]
+    def field(name: str, read: Callable[[Any], T], words: str) -> T:
+        if name not in data:
+            raise TimelineError(f"the timeline has no field {name!r}")
+        try:
+            return read(data[name])
+        except PlanError as error:
+            raise TimelineError(f"the timeline's field {name!r} is malformed: {error}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise TimelineError(f"the timeline's field {name!r} must be {words}") from None
+
     return Timeline(
-        source=Source(data["source"]),
-        pipelines=tuple(
-            Pipeline(tuple(Chunk(tuple(Slice(*map(int, s)) for s in chunk)) for chunk in pipeline))
-            for pipeline in data["pipelines"]
+        source=field("source", Source, "'simulated' or 'measured'"),
+        pipelines=field(
+            "pipelines",
+            lambda pipelines: tuple(
+                Pipeline(tuple(Chunk(tuple(Slice(*map(int, s)) for s in chunk)) for chunk in pipeline))
+                for pipeline in pipelines
+            ),
+            "a list of pipelines, lists of chunks, lists of slices [sequence, start, stop, length]",
         ),
-        spans=tuple(
-            tuple(Span(Action.parse(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in row)
-            for row in data["spans"]
+        spans=field(
+            "spans",
+            lambda stages: tuple(
+                tuple(Span(Action.parse(a), float(b), float(c), float(d), int(e)) for a, b, c, d, e in row)
+                for row in stages
+            ),
+            "a list, for every stage, of [action, start, end, seconds of recompute, recomputed layers]",
         ),
-        messages=tuple(
-            Message(int(a), Direction(b), int(c), float(d), float(e), float(f)) for a, b, c, d, e, f in data["messages"]
+        messages=field(
+            "messages",
+            lambda messages: tuple(
+                Message(int(a), Direction(b), int(c), float(d), float(e), float(f)) for a, b, c, d, e, f in messages
+            ),
+            "a list of [source stage, 'forward' or 'backward', chunk, ready, start, end]",
         ),
-        memory=tuple(tuple((float(seconds), int(size)) for seconds, size in curve) for curve in data["memory"]),
-        budget=None if budget is None else int(budget),
-        name=str(data["name"]),
+        memory=field(
+            "memory",
+            lambda curves: tuple(tuple((float(seconds), int(size)) for seconds, size in curve) for curve in curves),
+            "a list, for every stage, of [seconds, bytes]",
+        ),
+        budget=field("budget", lambda budget: None if budget is None else int(budget), "a number of bytes or null"),
+        name=field("name", str, "a text"),
     )
 
 
