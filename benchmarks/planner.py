@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infinipipe.cost import AnalyticCost, even_stages, flop_cost
+from infinipipe.cost import AnalyticCost, ModelShape, even_stages, flop_cost, state_bytes
 from infinipipe.cost.presets import MODELS, RESIDENT_CHUNK_SHARE, preset
 from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
 from infinipipe.planner.chunking import balanced_chunking
@@ -36,15 +37,30 @@ from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError
 from infinipipe.planner.schedules import lead
 from infinipipe.planner.solvers import close_gap, solve, solve_exactly
+from infinipipe.simulate import simulate_plan
 
 BYTES_PER_TOKEN = 4.0
 BUDGET = 72_000_000_000
-PARTS = ("planners", "solver", "sharing", "random", "scaling")
+PARTS = ("planners", "solver", "sharing", "random", "scaling", "windows")
 HEADLINES = ("elastic_over_ideal", "speedup_vs_fixed_chunk", "speedup_vs_packed", "speedup_vs_paper")
 """Figures of the ``resident`` cells that stand first."""
 FEW_LAYERS = 50
 """Below so many recomputed layers one layer more is a gap of over 2%."""
 MAIN = ("elastic", "elastic-paper", "fixed-chunk", "packed-1f1b")
+WINDOWED = ModelShape(
+    layers=62,
+    hidden=5376,
+    intermediate=21504,
+    heads=32,
+    kv_heads=16,
+    head_dim=128,
+    vocab=262144,
+    tied=True,
+    norms=4,
+    qk_norm=True,
+    windows=(1024, 1024, 1024, 1024, 1024, 0),
+)
+"""The shape of Gemma 3 27B."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +319,28 @@ def never_slower(count: int) -> dict[str, object]:
     }
 
 
+def knowing_windows(*, quick: bool) -> dict[str, object]:
+    """Steps of a model with sliding windows planned without knowing them over the same planned with, both simulated with them.
+
+    The second figure of each case is the step that the planner predicts without knowing them over the simulated one.
+    """
+    figures: dict[str, object] = {}
+    for stages, sequences in itertools.product((8,) if quick else (4, 8), (1, 4) if quick else (1, 4, 16)):
+        layers = even_stages(WINDOWED.layers, stages)
+        states = state_bytes(WINDOWED, layers, shards=8)
+        cost = flop_cost(
+            WINDOWED, layers, flops_per_second=150e12, chunk_seconds=0.02, sequence_parallel=8, states=states
+        )
+        unaware = dataclasses.replace(cost, shape=dataclasses.replace(WINDOWED, windows=()))
+        lengths, settings = [131_072] * sequences, PlannerSettings(token_capacity=131_072, work_limit=100)
+        plans = [plan_step(lengths, known, settings) for known in (unaware, cost)]
+        steps = [simulate_plan(plan, cost)[0].makespan for plan in plans]
+        predicted = simulate_plan(plans[0], unaware)[0].makespan
+        ratios = steps[0] / steps[1], predicted / steps[0]
+        figures[f"{stages}_stages_{sequences}_sequences"] = [round(ratio, 3) for ratio in ratios]
+    return figures
+
+
 def scaling(*, quick: bool) -> dict[str, object]:
     """CPU seconds of planning with more sequences and stages, and of a step of 1,024 devices."""
     figures: dict[str, object] = {}
@@ -354,6 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "scaling" in options.parts:
         figures["scaling"] = scaling(quick=quick)
         print(f"planning takes: {figures['scaling']}", flush=True)
+    if "windows" in options.parts:
+        figures["windows"] = knowing_windows(quick=quick)
+        print(f"steps planned without knowing windows: {figures['windows']}", flush=True)
     print(json.dumps(figures))
 
 

@@ -153,12 +153,9 @@ class AnalyticCost:
     @cached_property
     def layer_windows(self) -> tuple[tuple[int, ...], ...]:
         """The window of every layer of every stage; 0 for none."""
-        ends = np.cumsum(self.stage_layers).tolist()
-        window = self.shape.layer_window if self.shape is not None else lambda layer: 0
-        return tuple(
-            tuple(window(layer) for layer in range(end - count, end))
-            for end, count in zip(ends, self.stage_layers, strict=True)
-        )
+        if self.shape is None:
+            return tuple((0,) * count for count in self.stage_layers)
+        return self.shape.stage_windows(self.stage_layers)
 
     @cached_property
     def window_counts(self) -> dict[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ class ModelShape:
     def layer_window(self, layer: int) -> int:
         """The window of a layer, counted from 0; 0 if it attends to all tokens."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def stage_windows(self, stage_layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The window of every layer of every stage, the stages taking that many layers in order."""
+        ends = itertools.accumulate(stage_layers)
+        return tuple(
+            tuple(self.layer_window(layer) for layer in range(end - count, end))
+            for end, count in zip(ends, stage_layers, strict=True)
+        )
 
     @property
     def query_width(self) -> int:
