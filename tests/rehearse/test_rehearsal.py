@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from infinipipe.cli.main import main
-from infinipipe.cost import AnalyticCost, MemoryUse, PassTime
+from infinipipe.cost import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.files import save_cost
 from infinipipe.plan import Backward, Chunk, Forward, Pipeline, Plan, PlanError, ReplicaPlan, build_replica, save, whole
 from infinipipe.rehearse import MAX_STAGES, rehearse
 from infinipipe.settings import SettingError
+from infinipipe.simulate import simulate
 from infinipipe.timeline import load
 from infinipipe.verify import WorkerPool, random_plan
 
@@ -26,10 +27,19 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
-def make_cost(stages: int = STAGES, *, chunk: float = 0.0, token: float = 0.0) -> AnalyticCost:
+def make_cost(
+    stages: int = STAGES, *, chunk: float = 0.0, token: float = 0.0, message: Link | None = None
+) -> AnalyticCost:
     time = PassTime(pair=0.0, token=token, stage=chunk)
     memory = MemoryUse(layer=1, layer_kv=1, layer_input=1, kv=1, dkv=1, message=1)
-    return AnalyticCost(stage_layers=(2,) * stages, forward=time, backward=time, memory=memory, states=(0,) * stages)
+    return AnalyticCost(
+        stage_layers=(2,) * stages,
+        forward=time,
+        backward=time,
+        memory=memory,
+        states=(0,) * stages,
+        message=message or Link(),
+    )
 
 
 def test_measured_is_close_to_modelled(pool: WorkerPool) -> None:
@@ -47,6 +57,19 @@ def test_measured_is_close_to_modelled(pool: WorkerPool) -> None:
     )
 
 
+def test_messages_take_their_modelled_time(pool: WorkerPool) -> None:
+    lengths = [10, 30, 10, 30]
+    replica = build_replica([Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(4)))], STAGES)
+    cost = make_cost(chunk=0.01, message=Link(latency=0.02, seconds_per_byte=1e-3))
+    rehearsal = rehearse(replica, lengths, cost, pool=pool)
+    assert rehearsal.modelled_seconds == pytest.approx(simulate(replica, cost).makespan)
+    assert (
+        rehearsal.modelled_seconds > 2 * rehearse(replica, lengths, make_cost(chunk=0.01), pool=pool).modelled_seconds
+    )
+    assert 1.0 <= rehearsal.overhead < 1.25
+    assert rehearsal.bare_seconds < rehearsal.modelled_seconds
+
+
 def test_speed_divides_the_waiting(pool: WorkerPool) -> None:
     lengths = [5, 5]
     replica = build_replica([Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(2)))], STAGES)
@@ -59,7 +82,7 @@ def test_random_plans_come_to_an_end(pool: WorkerPool) -> None:
     for _ in range(5):
         lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 8))]
         plan = random_plan(rng, lengths, (2,) * STAGES)
-        rehearsal = rehearse(plan.replicas[0], lengths, make_cost(), pool=pool)
+        rehearsal = rehearse(plan.replicas[0], lengths, make_cost(message=Link(latency=1e-3)), pool=pool)
         done = [[span.action for span in row] for row in rehearsal.timeline.spans]
         assert done == [list(row) for row in plan.replicas[0].actions]
 

@@ -1,4 +1,4 @@
-"""The rehearsal of one replica: one process a stage, the real executor and messages, modelled times."""
+"""The rehearsal of one replica: one process a stage, the real executor and messages, modelled times of both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from infinipipe.cost.work import FloatArray
 from infinipipe.model import IGNORE
 from infinipipe.plan import PlanError, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
+from infinipipe.rehearse.transport import MessageSeconds, ModelledTransport
 from infinipipe.runtime import Batch, Event, Executor, Parameters, ProcessGroupTransport, Recorder, pair_groups
 from infinipipe.runtime.transport import PairGroups
 from infinipipe.settings import SettingError, require_above
@@ -34,7 +34,7 @@ class Rehearsal:
 
     Attributes:
         timeline: the measured step.
-        modelled_seconds: the same step simulated with messages that take no time, as those of a rehearsal nearly do.
+        modelled_seconds: the same step simulated.
         bare_seconds: the step without any waiting: all that the executor, its messages and processes cost, one after another
             on this machine's cores.
         shortest_action: the least modelled seconds of any action.
@@ -54,7 +54,7 @@ class Rehearsal:
 def rehearse(
     replica: ReplicaPlan, lengths: Sequence[int], cost: CostModel, *, speed: float = 1.0, pool: WorkerPool | None = None
 ) -> Rehearsal:
-    """Run ``replica`` with one process a stage, every action waiting for its modelled time divided by ``speed``.
+    """Run ``replica`` with one process a stage, actions and messages taking their modelled time divided by ``speed``.
 
     It runs without waiting first. ``lengths`` are those of the plan; ``pool``, if given, has at least as many workers as the
     plan has stages. Raises ``PlanError`` for stages that differ from the cost model's, ``SettingError`` for more than
@@ -70,33 +70,38 @@ def rehearse(
             "use a cost model of the same stages"
         )
     table = tabulate(cost, replica.chunks)
-    recompute = np.array(replica.recompute, np.float64).reshape(table.forward.shape) * table.layer_recompute
-    forward, backward = table.forward / speed, (table.backward + recompute) / speed
-    modelled = Engine(replica).makespan(forward, backward, np.zeros(table.num_chunks))
+    backward = table.backward + table.recompute_seconds(replica.recompute)
+    forward, backward = table.forward / speed, backward / speed
+    message = table.message / speed
+    modelled = Engine(replica).makespan(forward, backward, message)
     if pool is None:
         with WorkerPool(num_stages, timeout=SHORTEST_TIMEOUT + 2 * modelled) as own:
-            return _rehearse(replica, lengths, forward, backward, modelled, own)
-    return _rehearse(replica, lengths, forward, backward, modelled, pool)
+            return _rehearse(replica, lengths, (forward, backward, message), modelled, own)
+    return _rehearse(replica, lengths, (forward, backward, message), modelled, pool)
 
 
 def _rehearse(
     replica: ReplicaPlan,
     lengths: Sequence[int],
-    forward: FloatArray,
-    backward: FloatArray,
+    times: tuple[FloatArray, FloatArray, FloatArray],
     modelled: float,
     pool: WorkerPool,
 ) -> Rehearsal:
+    forward, backward, message = times
+    sizes = [chunk.num_tokens for chunk in replica.chunks]
     waits: list[Waits] = [
         dict(zip(replica.chunks, zip(f.tolist(), b.tolist(), strict=True), strict=True))
         for f, b in zip(forward, backward, strict=True)
     ]
     pool.run(_connect, replica.num_stages)
     ranks = range(replica.num_stages)
-    nothing: list[Waits] = [{}] * replica.num_stages
+    everything = waits, dict(zip(sizes, message.tolist(), strict=True))
+    nothing: tuple[list[Waits], MessageSeconds] = [{}] * replica.num_stages, {}
     bare, waited = (
-        measured_timeline(replica, pool.run(_run_stage, replica, tuple(lengths), rows, ranks=ranks), name="rehearsed")
-        for rows in (nothing, waits)
+        measured_timeline(
+            replica, pool.run(_run_stage, replica, tuple(lengths), *waiting, ranks=ranks), name="rehearsed"
+        )
+        for waiting in (nothing, everything)
     )
     shortest = min(float(forward.min(initial=math.inf)), float(backward.min(initial=math.inf)))
     return Rehearsal(waited, modelled, bare.makespan, shortest)
@@ -114,11 +119,14 @@ def _connect(rank: int, num_stages: int) -> None:
     _groups(num_stages)
 
 
-def _run_stage(rank: int, replica: ReplicaPlan, lengths: tuple[int, ...], waits: Sequence[Waits]) -> list[Event]:
+def _run_stage(
+    rank: int, replica: ReplicaPlan, lengths: tuple[int, ...], waits: Sequence[Waits], messages: MessageSeconds
+) -> list[Event]:
     """A worker's part: run the step as stage ``rank``, with all stages starting at once."""
     stage = WaitingStage(rank, replica.num_stages, waits[rank])
     pairs, everyone = _groups(replica.num_stages)
-    executor = Executor(stage, ProcessGroupTransport(range(replica.num_stages), pairs), Parameters(stage))
+    transport = ModelledTransport(ProcessGroupTransport(range(replica.num_stages), pairs), messages)
+    executor = Executor(stage, transport, Parameters(stage))
     zero, unsupervised = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)
     batch = Batch([zero.expand(length) for length in lengths], [unsupervised.expand(length) for length in lengths])
     dist.barrier(group=everyone)
