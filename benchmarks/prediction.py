@@ -37,7 +37,7 @@ from infinipipe.plan import ActionKind, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Run, rounds, step_seconds, undisturbed, undisturbed_counts
+from infinipipe.profile.timing import Pace, Run, rounds, step_seconds
 from infinipipe.profile.workers import MESSAGE_TOKENS, metered_run, time_messages, timed_run
 from infinipipe.simulate import Engine, simulate
 from infinipipe.verify import WorkerPool, random_plan
@@ -109,11 +109,11 @@ def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until:
     return Measured(metered, timed, messages)
 
 
-def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
+def assembled_seconds(plan: Plan, runs: Sequence[Run], pace: Pace, cost: AnalyticCost) -> float:
     """The step time that the simulator puts together from the measured actions."""
     replica: ReplicaPlan = plan.replicas[0]
     forward, backward = np.zeros((2, plan.num_stages, len(replica.chunks)))
-    samples = iter(plan_samples(plan, runs))
+    samples = iter(plan_samples(plan, runs, pace))
     for stage, actions in enumerate(replica.actions):
         for action in actions:
             table = forward if action.kind is ActionKind.FORWARD else backward
@@ -146,8 +146,8 @@ def run(scale: Scale) -> dict[str, object]:
     )
     known, unknown = design.plans(STAGE_LAYERS), random_plans(scale)
     measured = measure(setup, known, unknown, started + scale.seconds)
-    chosen, counts = undisturbed(measured.timed), undisturbed_counts(measured.timed)
-    samples = [plan_samples(plan, runs) for plan, runs in zip(known, chosen, strict=False)]
+    pace = Pace.of(measured.timed)
+    samples = [plan_samples(plan, runs, pace) for plan, runs in zip(known, measured.timed, strict=False)]
     ratios = memory_ratios(list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, STAGE_LAYERS))
     profile = fit_samples(setup, STAGE_LAYERS, samples, ratios, measured.messages)
     cost = profile.cost
@@ -155,13 +155,12 @@ def run(scale: Scale) -> dict[str, object]:
         print(f"{name} fit: {fit.quality.error_p50:.1%} / {fit.quality.error_p90:.1%} of {fit.quality.points} actions")
     print("tokens chunks  measured predicted    error  runs undisturbed   peak MiB measured / predicted by stage")
     time_errors, simulator_errors, memory_errors = [], [], []
-    first = len(known)
-    for plan, memory, runs, everything, count in zip(
-        unknown, measured.metered[METERED:], chosen[first:], measured.timed[first:], counts[first:], strict=True
-    ):
+    tried = measured.timed[len(known) :]
+    chosen = [pace.undisturbed(runs) for runs in tried]
+    for plan, memory, runs, everything in zip(unknown, measured.metered[METERED:], chosen, tried, strict=True):
         simulation, seconds = simulate(plan.replicas[0], cost), step_seconds(runs)
         time_errors.append(simulation.makespan / seconds - 1)
-        simulator_errors.append(assembled_seconds(plan, runs, cost) / seconds - 1)
+        simulator_errors.append(assembled_seconds(plan, runs, pace, cost) / seconds - 1)
         cells = []
         for stage, row in enumerate(memory.events):
             peak = max(event.peak for event in row)
@@ -170,16 +169,16 @@ def run(scale: Scale) -> dict[str, object]:
             cells.append(f"{peak / 2**20:.2f} / {predicted / 2**20:.2f}")
         print(
             f"{plan.num_tokens:6d} {len(plan.replicas[0].chunks):6d} {seconds * 1e3:7.0f} ms {simulation.makespan * 1e3:6.0f} ms"
-            f" {time_errors[-1]:+8.1%} {len(everything):5d} {count:11d}   {'   '.join(cells)}"
+            f" {time_errors[-1]:+8.1%} {len(everything):5d} {pace.count(everything):11d}   {'   '.join(cells)}"
         )
     return {
         **quantiles("time_err", time_errors),
         **quantiles("memory_err", memory_errors),
-        **quantiles("noise", [difference(runs) for runs in chosen[first:] if len(runs) > 1]),
-        **quantiles("disturbed_noise", [difference(runs) for runs in measured.timed[first:] if len(runs) > 1]),
+        **quantiles("noise", [difference(runs) for runs in chosen if len(runs) > 1]),
+        **quantiles("disturbed_noise", [difference(runs) for runs in tried if len(runs) > 1]),
         **quantiles("simulator_err", simulator_errors),
-        "undisturbed": sum(counts) / sum(map(len, measured.timed)),
-        "runs": statistics.median(map(len, chosen[first:])),
+        "undisturbed": sum(map(pace.count, measured.timed)) / sum(map(len, measured.timed)),
+        "runs": statistics.median(map(len, chosen)),
         "plans": len(unknown),
         "seconds": time.monotonic() - started,
     }

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from infinipipe.profile.timing import ATTEMPTS, FEWEST, Run, rounds, step_seconds, undisturbed, undisturbed_counts
+from infinipipe.profile.timing import ATTEMPTS, FEWEST, Pace, Run, rounds, step_seconds
 from infinipipe.runtime import Event
 
 
@@ -24,20 +24,24 @@ def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
 def test_a_slow_probe_on_any_stage_disturbs_a_run() -> None:
     good, slow, other = run_of(1.0, 1.0, 2.0), run_of(3.0, 1.5, 2.0), run_of(4.0, 1.0, 3.0)
     timed = [[good, slow, other, good], [good] * 6]
-    assert undisturbed_counts(timed) == [2, 6]
-    assert undisturbed(timed)[0] == [good, good]
+    pace = Pace.of(timed)
+    assert [pace.count(runs) for runs in timed] == [2, 6]
+    assert pace.undisturbed(timed[0]) == [good, good]
+    assert pace.undisturbed(timed[0], range(1)) == [good, other, good]
 
 
 def test_stages_may_differ_in_speed() -> None:
-    assert undisturbed_counts([[run_of(1.0, 1.0, 5.0), run_of(1.0, 1.02, 5.1)]]) == [2]
+    runs = [run_of(1.0, 1.0, 5.0), run_of(1.0, 1.02, 5.1)]
+    assert Pace.of([runs]).count(runs) == 2
 
 
 def test_the_least_disturbed_runs_count_where_none_is_undisturbed() -> None:
     worst, bad, better = run_of(3.0, 9.0), run_of(2.0, 3.0), run_of(1.0, 2.0)
-    timed = [[worst, bad, better], [run_of(1.0, 1.0)] * 30]
-    assert undisturbed(timed)[0] == [bad, better]
-    assert len(undisturbed(timed)[0]) == FEWEST
-    assert undisturbed([[worst], []]) == [[worst], []]
+    pace = Pace.of([[worst, bad, better], [run_of(1.0, 1.0)] * 30])
+    assert pace.undisturbed([worst, bad, better]) == [bad, better]
+    assert len(pace.undisturbed([worst, bad, better])) == FEWEST
+    assert pace.undisturbed([worst]) == [worst]
+    assert pace.undisturbed([]) == []
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6])
@@ -46,7 +50,8 @@ def test_rounds_go_on_until_all_plans_have_enough_undisturbed_runs(share: float)
     timed: list[list[Run]] = [[] for _ in range(5)]
     for index in rounds(timed, 3, random.Random(1)):
         timed[index].append(run_of(1.0, 2.0 if rng.random() < share else 1.0))
-    counts = undisturbed_counts(timed)
+    pace = Pace.of(timed)
+    counts = [pace.count(runs) for runs in timed]
     assert all(count == 3 or len(runs) == 3 * ATTEMPTS for count, runs in zip(counts, timed, strict=True))
     assert sum(counts) >= 12
     if not share:

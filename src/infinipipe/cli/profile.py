@@ -32,9 +32,9 @@ class ProfileOptions:
         output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
         stages: pipeline stages that the cost file describes, of as even a number of layers as possible.
         stage_layers: layers of each of them, such as "[2, 1]", where they are uneven.
-        processes: stages that are measured at once, one process each; by default as many as stages, devices and cores allow.
+        processes: stages that are measured at once; by default as many as stages, devices and cores allow.
         layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2.
-        sequence_parallel: devices that share a stage's tokens in what the file describes; as many processes run the all-to-all.
+        sequence_parallel: devices that share a stage's tokens; where there are fewer devices or cores, stages are measured without.
         device: auto takes CUDA where there is a device.
         dtype: of the computing.
         threads: of each process on the CPU.
@@ -131,8 +131,12 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
         raise SettingError("device is cuda, but this machine has none; use cpu")
     device = "cuda" if devices and options.device != "cpu" else "cpu"
     room = devices if device == "cuda" else max(1, (os.cpu_count() or 1) // options.threads)
-    processes = options.processes or min(len(stage_layers), room)
-    for name, count in (("processes", processes), ("sequence_parallel", options.sequence_parallel)):
+    shards = options.sequence_parallel if options.sequence_parallel <= room else 1
+    processes = options.processes or min(len(stage_layers), room // shards)
+    for name, count in (
+        ("processes", processes * shards),
+        ("sequence_parallel", options.sequence_parallel),
+    ):
         if device == "cuda" and count > devices:
             raise SettingError(f"{name} is {count}, but this machine has {devices} devices")
     if processes == len(stage_layers) and options.layers is None:
@@ -147,6 +151,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
         threads=options.threads,
         loss_block_tokens=options.loss_block_tokens,
         sequence_parallel=options.sequence_parallel,
+        shards=shards,
     )
     return setup, stage_layers
 

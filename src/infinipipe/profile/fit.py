@@ -28,7 +28,7 @@ WORTH, LEAST_GAIN = 0.97, 1e-3
 class Sample:
     """One measured action: ``layers`` of the stage, the first ``recomputed`` of them computed again, and its seconds.
 
-    ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one.
+    ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one. ``shards`` devices share its tokens.
     """
 
     kind: ActionKind
@@ -39,11 +39,16 @@ class Sample:
     is_last: bool
     seconds: float
     windows: tuple[int, ...] = ()
+    shards: int = 1
 
     def work(self, layers: int) -> Work[float]:
-        """The mean work of the stage's first ``layers``."""
+        """A device's share of the mean work of the stage's first ``layers``."""
         windows = self.windows[:layers] or (0,)
-        return mean_work({window: chunk_work(self.chunk, window) for window in windows}, windows)
+        work = mean_work({window: chunk_work(self.chunk, window) for window in windows}, windows)
+        return dataclasses.replace(work, **{name: getattr(work, name) / self.shards for name in _SHARED})
+
+
+_SHARED = ("tokens", "pairs", "crossed", "partial", "reach", "slices")
 
 
 @dataclass(frozen=True)

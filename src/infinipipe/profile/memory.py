@@ -12,7 +12,7 @@ import numpy as np
 from infinipipe.cost import AnalyticCost, MemoryUse
 from infinipipe.cost.work import chunk_work
 from infinipipe.plan import ActionKind, Chunk, Plan
-from infinipipe.profile.timing import Run
+from infinipipe.profile.timing import Run, stage_processes
 
 TOLERANCE = 0.02
 """Measured bytes within this of the formula leave it as it is: the rest is buffers of messages on their way."""
@@ -62,7 +62,8 @@ def memory_ratios(runs: Sequence[tuple[Plan, Run]], cost: AnalyticCost) -> Memor
     kept, inputs, forward, backward = _Ratios(), _Ratios(), _Ratios(), _Ratios()
     for plan, run in runs:
         replica = plan.replicas[0]
-        for stage, events in enumerate(run.events):
+        for stage in range(cost.num_stages):
+            events = run.events[stage_processes(stage, cost.num_stages, run)[0]]
             layers = cost.stage_layers[stage]
             for action, event in zip(replica.actions[stage], events, strict=True):
                 chunk, recomputed = replica.chunks[action.chunk], replica.recompute[stage][action.chunk]

@@ -7,20 +7,25 @@ from collections.abc import Sequence
 
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.fit import Sample
-from infinipipe.profile.timing import Run
+from infinipipe.profile.timing import Pace, Run, stage_processes
 from infinipipe.runtime import Event
 
 
-def plan_samples(plan: Plan, runs: Sequence[Run]) -> list[Sample]:
-    """One sample for every action of the first replica: the median over ``runs`` of the same plan.
+def plan_samples(
+    plan: Plan, runs: Sequence[Run], pace: Pace, windows: Sequence[tuple[int, ...]] | None = None
+) -> list[Sample]:
+    """One sample for every action of the first replica: the median over those of the plan's ``runs`` in which its stage was undisturbed.
 
     An action's seconds include those between the action before it and its asking for its input, in which the executor
-    works for it.
+    works for it; they are the mean over the processes that share the stage. ``windows`` are those of the stages' layers.
     """
     replica = plan.replicas[0]
     samples = []
     for stage, actions in enumerate(replica.actions):
+        processes = stage_processes(stage, plan.num_stages, runs[0])
+        chosen = pace.undisturbed(runs, processes)
         for place, action in enumerate(actions):
+            busy = [statistics.fmean(_busy(run.events[process], place) for process in processes) for run in chosen]
             recomputes = action.kind is ActionKind.BACKWARD
             samples.append(
                 Sample(
@@ -30,7 +35,9 @@ def plan_samples(plan: Plan, runs: Sequence[Run]) -> list[Sample]:
                     recomputed=replica.recompute[stage][action.chunk] if recomputes else 0,
                     is_first=stage == 0,
                     is_last=stage == plan.num_stages - 1,
-                    seconds=statistics.median(_busy(run.events[stage], place) for run in runs),
+                    seconds=statistics.median(busy),
+                    windows=() if windows is None else windows[stage],
+                    shards=len(processes),
                 )
             )
     return samples

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import AnalyticCost, Link, ModelShape, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, ModelShape, PassTime, flop_cost, state_bytes
+from infinipipe.cost.work import chunk_work
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Run, rounds, undisturbed, undisturbed_counts
+from infinipipe.profile.timing import Pace, Run, rounds
 from infinipipe.profile.workers import (
     EXCHANGE_BYTES,
     MESSAGE_TOKENS,
@@ -40,6 +41,7 @@ HELD_OUT = 5
 """Every so many plans, one is kept for judging the fit."""
 MESSAGE_REPEATS = 20
 OPTIMIZER_REPEATS = 5
+LEAST_ALONE = 0.1
 TIMEOUT = 3600.0
 """Seconds that a message may take: as long as the largest chunk of a large model."""
 ADAMW_BYTES = 16
@@ -56,8 +58,8 @@ class Measured:
     Attributes:
         metered: every plan of every layout with its run for memory; the layouts are those of :func:`setups`.
         timed: every plan with its runs for times, layout after layout.
-        messages: seconds of messages of ``MESSAGE_TOKENS``; empty if there is one process.
-        optimizer: seconds of an optimizer step of every stage.
+        messages: seconds of messages of ``MESSAGE_TOKENS``; empty if there is one device.
+        optimizer: seconds of an optimizer step of every measured stage's whole parameters.
         exchanges: seconds of all-to-alls of ``EXCHANGE_BYTES``; empty without sequence parallelism.
     """
 
@@ -152,27 +154,29 @@ def measure(
     timed: list[list[Run]] = [[] for _ in jobs]
     total = len(jobs) * (repeats + 1)
     backend = "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl"
-    messages, exchanges = [], []
-    with WorkerPool(len(setup.stage_layers), backend=backend, timeout=TIMEOUT) as pool:
+    with WorkerPool(setup.num_processes, backend=backend, timeout=TIMEOUT) as pool:
         for number, job in enumerate(jobs):
             progress("memory", number, total)
             metered.append((job[1], parts.run(f"{number}/memory", functools.partial(metered_run, pool, *job))))
         for number in rounds(timed, repeats, random.Random(seed)):
-            useful = sum(min(count, repeats) for count in undisturbed_counts(timed))
+            pace = Pace.of(timed)
+            useful = sum(min(pace.count(runs), repeats) for runs in timed)
             progress("times", len(jobs) + useful, total)
             name = f"{number}/{len(timed[number])}"
             timed[number].append(parts.run(name, functools.partial(timed_run, pool, *jobs[number])))
-        progress("messages and optimizer", total, total)
-        if len(setup.stage_layers) > 1:
-            messages = parts.get("messages", lambda: pool.run(time_messages, setup, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
         optimizer = parts.get("optimizer", lambda: pool.run(time_optimizer, setup, OPTIMIZER_REPEATS))
+    messages, exchanges = [], []
+    progress("messages", total, total)
+    if setup.device == "cpu" or torch.cuda.device_count() > 1:
+        pair = dataclasses.replace(setup, config=with_layers(setup.config, 2), stage_layers=(1, 1), shards=1)
+        with WorkerPool(2, backend=backend) as pool:
+            messages = parts.get("messages", lambda: pool.run(time_messages, pair, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
     if setup.sequence_parallel > 1:
-        progress("all-to-alls", total, total)
         with WorkerPool(setup.sequence_parallel, backend=backend) as pool:
             arguments = (setup.device, EXCHANGE_BYTES, MESSAGE_REPEATS)
             exchanges = parts.get("exchanges", lambda: pool.run(time_exchanges, *arguments)[0])
     plans = [plan for _, plan in jobs]
-    return Measured(metered, list(zip(plans, timed, strict=True)), messages, optimizer, exchanges)
+    return Measured(metered, list(zip(plans, timed, strict=True)), messages, optimizer[:: setup.shards], exchanges)
 
 
 @dataclass(frozen=True)
@@ -195,15 +199,14 @@ class Profile:
 
 def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -> Profile:
     """Fit a cost model over ``stage_layers`` to what was measured on ``setup``'s stages. Raises ``ValueError``."""
-    chosen = undisturbed([runs for _, runs in measured.timed])
-    samples = [plan_samples(plan, runs) for (plan, _), runs in zip(measured.timed, chosen, strict=True)]
+    pace = Pace.of([runs for _, runs in measured.timed])
+    windows = {each.stage_layers: formula(each, each.stage_layers).layer_windows for each in setups(setup)}
+    samples = [plan_samples(plan, runs, pace, windows[plan.stage_layers]) for plan, runs in measured.timed]
     metered = [(plan, run) for plan, run in measured.metered if plan.stage_layers == setup.stage_layers]
-    ratios = memory_ratios(metered, formula(dataclasses.replace(setup, sequence_parallel=1), setup.stage_layers))
-    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages)
-    cost = profile.cost
-    if measured.exchanges:
-        cost = dataclasses.replace(cost, all_to_all=fit_link(EXCHANGE_BYTES, measured.exchanges))
-    return dataclasses.replace(profile, cost=cost, optimizer_seconds=tuple(measured.optimizer))
+    as_measured = dataclasses.replace(setup, sequence_parallel=setup.shards)
+    ratios = memory_ratios(metered, formula(as_measured, setup.stage_layers))
+    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages, measured.exchanges)
+    return dataclasses.replace(profile, optimizer_seconds=tuple(measured.optimizer))
 
 
 def fit_samples(
@@ -212,29 +215,45 @@ def fit_samples(
     samples: Sequence[Sequence[Sample]],
     ratios: MemoryRatios,
     message_seconds: Sequence[float],
+    exchange_seconds: Sequence[float] = (),
 ) -> Profile:
     """Fit a cost model to the ``samples`` of every plan, judged by every fifth plan.
 
-    ``message_seconds`` are those of ``MESSAGE_TOKENS``; empty if there is one stage. Raises ``ValueError``.
+    ``message_seconds`` are those of ``MESSAGE_TOKENS``, empty if there is one device; ``exchange_seconds`` those of
+    ``EXCHANGE_BYTES``, empty without sequence parallelism. Raises ``ValueError``.
     """
-    kept = [sample for p, part in enumerate(samples) if p % HELD_OUT for sample in part]
-    held_out = [sample for part in samples[::HELD_OUT] for sample in part]
-    forward, backward = (fit_pass(kept, held_out, kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
     base = formula(setup, stage_layers)
-    link = Link()
-    if message_seconds:
-        link = fit_link([base.memory.message * count for count in MESSAGE_TOKENS], message_seconds)
+    base = dataclasses.replace(
+        base,
+        message=fit_link(
+            [base.memory.message * count for count in MESSAGE_TOKENS[: len(message_seconds)]], message_seconds
+        ),
+        all_to_all=fit_link(EXCHANGE_BYTES[: len(exchange_seconds)], exchange_seconds),
+    )
+    alone = [[without_exchanges(sample, base) for sample in part] for part in samples]
+    kept = [sample for p, part in enumerate(alone) if p % HELD_OUT for sample in part]
+    held_out = [sample for part in alone[::HELD_OUT] for sample in part]
+    forward, backward = (fit_pass(kept, held_out, kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
     cost = dataclasses.replace(
         base,
         forward=forward.time,
         backward=backward.time,
         recompute=backward.recompute,
         memory=ratios.corrected(base.memory),
-        message=link,
         name=f"{setup.config.model_type} on {setup.device}",
         source=_source(setup, forward, backward),
     )
     return Profile(cost, forward, backward, ratios)
+
+
+def without_exchanges(sample: Sample, cost: AnalyticCost) -> Sample:
+    """The sample without what the all-to-alls of a divided stage take, by ``cost``; at least ``LEAST_ALONE`` of it."""
+    if sample.shards == 1:
+        return sample
+    exchanges = cost.layers_time(
+        PassTime(pair=0.0, token=0.0), chunk_work(sample.chunk), sample.layers + sample.recomputed
+    )
+    return dataclasses.replace(sample, seconds=max(sample.seconds - exchanges, LEAST_ALONE * sample.seconds))
 
 
 def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
@@ -261,7 +280,7 @@ def _source(setup: Setup, *fits: PassFit) -> str:
         for name, fit in zip(("forward", "backward"), fits, strict=True)
     )
     return (
-        f"measured on {len(setup.stage_layers)} processes, {device}, torch {torch.__version__}; "
+        f"measured on {setup.num_processes} processes, {device}, torch {torch.__version__}; "
         f"held-out error of actions (median / 90th percentile): {errors}"
     )
 
@@ -279,7 +298,7 @@ def quality_lines(profile: Profile) -> Iterator[str]:
     memory = ", ".join(f"{name} {value:.3f}" for name, value in asdict(profile.memory).items() if value == value)
     yield f"bytes measured over the formula's: {memory}"
     if profile.cost.num_stages > 1 and not profile.cost.message.seconds_per_byte:
-        yield "warning: one process has no messages; they count as free"
+        yield "warning: one device has no messages; they count as free"
     for name, link in (("messages", profile.cost.message), ("all-to-alls", profile.cost.all_to_all)):
         if link.seconds_per_byte:
             yield f"{name}: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"

@@ -16,7 +16,7 @@ from infinipipe.runtime import Event
 TOLERANCE = 0.08
 """A run whose probes took no more than this share longer than usual is undisturbed."""
 USUAL = 0.1
-"""The quantile of all probes of a stage that counts as usual."""
+"""The quantile of all probes of a process that counts as usual."""
 FEWEST = 2
 """Runs of a plan that count in any case, the least disturbed ones."""
 ATTEMPTS = 4
@@ -28,8 +28,8 @@ class Run:
     """One run of a plan.
 
     Attributes:
-        events: of every stage, its actions in order.
-        probes: seconds of the slower probe of every stage; empty if it ran for its memory.
+        events: of every process, stage after stage, its actions in order.
+        probes: seconds of the slower probe of every process; empty if it ran for its memory.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -37,25 +37,43 @@ class Run:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end, on all stages."""
+        """Seconds from the first start to the last end, on all processes."""
         events = [event for row in self.events for event in row]
         return max(event.end for event in events) - min(event.start for event in events)
 
 
-def undisturbed(timed: Sequence[Sequence[Run]]) -> list[list[Run]]:
-    """Of the runs of every plan, in their order, those that are undisturbed, or the ``FEWEST`` least disturbed."""
-    slowness = _slowness(timed)
-    chosen = []
-    for runs, values in zip(timed, slowness, strict=True):
-        limit = sorted(values)[min(FEWEST, len(values)) - 1] if values else 0.0
-        limit = max(limit, TOLERANCE)
-        chosen.append([run for run, value in zip(runs, values, strict=True) if value <= limit])
-    return chosen
+def stage_processes(stage: int, num_stages: int, run: Run) -> range:
+    """The processes that share a stage, by their places in :attr:`Run.events`."""
+    shards = len(run.events) // num_stages
+    return range(stage * shards, (stage + 1) * shards)
 
 
-def undisturbed_counts(timed: Sequence[Sequence[Run]]) -> list[int]:
-    """How many runs of every plan were undisturbed."""
-    return [sum(value <= TOLERANCE for value in values) for values in _slowness(timed)]
+@dataclass(frozen=True)
+class Pace:
+    """How fast the processes usually are: seconds of each one's probe."""
+
+    usual: tuple[float, ...]
+
+    @classmethod
+    def of(cls, timed: Sequence[Sequence[Run]]) -> Pace:
+        """The pace in all runs of all plans."""
+        probes = [run.probes for runs in timed for run in runs]
+        return cls(tuple(_quantile(values, USUAL) for values in zip(*probes, strict=True)))
+
+    def slowness(self, run: Run, processes: range | None = None) -> float:
+        """By how much the probes of a run took longer than usual, relative, on the most disturbed of ``processes``."""
+        chosen = range(len(self.usual)) if processes is None else processes
+        return max(run.probes[process] / self.usual[process] - 1 for process in chosen)
+
+    def undisturbed(self, runs: Sequence[Run], processes: range | None = None) -> list[Run]:
+        """Of some runs of a plan, in their order, those in which no such process was disturbed, or the ``FEWEST`` least disturbed."""
+        values = [self.slowness(run, processes) for run in runs]
+        limit = max(TOLERANCE, sorted(values)[:FEWEST][-1]) if values else TOLERANCE
+        return [run for run, value in zip(runs, values, strict=True) if value <= limit]
+
+    def count(self, runs: Sequence[Run]) -> int:
+        """How many runs were undisturbed on all processes."""
+        return sum(self.slowness(run) <= TOLERANCE for run in runs)
 
 
 def rounds(timed: Sequence[Sequence[Run]], repeats: int, rng: random.Random) -> Iterator[int]:
@@ -66,23 +84,14 @@ def rounds(timed: Sequence[Sequence[Run]], repeats: int, rng: random.Random) -> 
     """
     for wanted in range(1, repeats + 1):
         for most in range(ATTEMPTS * (wanted - 1) + 1, ATTEMPTS * wanted + 1):
-            counts = undisturbed_counts(timed)
-            lacking = [i for i, count in enumerate(counts) if count < wanted and len(timed[i]) < most]
+            pace = Pace.of(timed)
+            lacking = [i for i, runs in enumerate(timed) if pace.count(runs) < wanted and len(runs) < most]
             yield from rng.sample(lacking, len(lacking))
 
 
 def step_seconds(runs: Sequence[Run]) -> float:
     """The median makespan."""
     return statistics.median(run.makespan for run in runs)
-
-
-def _slowness(timed: Sequence[Sequence[Run]]) -> list[list[float]]:
-    """By how much the probes of every run took longer than usual, on the stage that was slowed down most."""
-    everything = [run.probes for runs in timed for run in runs]
-    if not everything:
-        return [[] for _ in timed]
-    usual = [_quantile(probes, USUAL) for probes in zip(*everything, strict=True)]
-    return [[max(p / u - 1 for p, u in zip(run.probes, usual, strict=True)) for run in runs] for runs in timed]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

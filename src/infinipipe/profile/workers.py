@@ -1,4 +1,4 @@
-"""What the processes of a profile do: each holds one stage and runs plans, messages and the optimizer on it."""
+"""What the processes of a profile do: each holds a stage, or its share of one, and runs plans, messages and the optimizer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from infinipipe.runtime import (
     Batch,
     Event,
     Executor,
+    Layout,
     MemoryMeter,
     Parameters,
-    ProcessGroupTransport,
     Recorder,
-    pair_groups,
 )
+from infinipipe.verify.distributed import get_mesh
 from infinipipe.verify.pool import WorkerPool
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
@@ -44,13 +44,13 @@ class Setup:
 
     Attributes:
         config: the model; its layers are those of ``stage_layers``.
-        stage_layers: layers of the measured stages, one process each.
+        stage_layers: layers of the measured stages.
         dtype: of the computing, ``float32`` or ``bfloat16``.
         device: ``cpu`` or ``cuda``.
         threads: of each process on the CPU.
         loss_block_tokens: tokens whose logits exist at once.
-        sequence_parallel: processes that share a stage's tokens in what the cost file describes; stages are measured without,
-            the all-to-all among so many processes by itself.
+        sequence_parallel: processes that share a stage's tokens in what the cost file describes.
+        shards: processes that share each measured stage's tokens: as many, or 1 where there are too few devices for that.
     """
 
     config: PretrainedConfig
@@ -60,11 +60,18 @@ class Setup:
     threads: int = 1
     loss_block_tokens: int = 1024
     sequence_parallel: int = 1
+    shards: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all measured stages."""
+        return len(self.stage_layers) * self.shards
 
     @property
     def key(self) -> str:
         """A digest of everything that decides what is measured."""
-        parts = (self.config.to_json_string(), self.stage_layers, self.dtype, self.device, self.loss_block_tokens)
+        config = self.config.to_json_string()
+        parts = (config, self.stage_layers, self.dtype, self.device, self.loss_block_tokens, self.shards)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -76,15 +83,22 @@ class _Bench:
         device = torch.device("cpu") if setup.device == "cpu" else torch.device("cuda", rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        ranks = range(len(setup.stage_layers))
+        layout = Layout(stages=len(setup.stage_layers), sequence=setup.shards)
+        mesh = get_mesh(layout.for_heads(setup.config.num_attention_heads), device.type)
         self.device = device
         self.vocab = int(setup.config.vocab_size)
         self.stage = build_stage(
-            setup.config, setup.stage_layers, rank, dtype=getattr(torch, setup.dtype), device=device
+            setup.config, setup.stage_layers, mesh.stage, dtype=getattr(torch, setup.dtype), device=device
         )
         self.parameters = Parameters(self.stage)
-        self.transport = ProcessGroupTransport(ranks, pair_groups([ranks]))
-        self.executor = Executor(self.stage, self.transport, self.parameters, loss_block_tokens=setup.loss_block_tokens)
+        self.transport = mesh.transport()
+        self.executor = Executor(
+            self.stage,
+            self.transport,
+            self.parameters,
+            loss_block_tokens=setup.loss_block_tokens,
+            shard=mesh.shard,
+        )
         self._probe = [torch.randn(shape, device=device) for shape in PROBE_SHAPES]
         self.probe()
 
@@ -164,15 +178,16 @@ def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: i
         shape = (count, bench.stage.hidden_size)
         message = torch.zeros(shape, dtype=bench.stage.dtype, device=bench.device)
         dist.barrier()
-        for _ in range(repeats if rank < 2 else 0):
+        place = bench.stage.index
+        for _ in range(repeats if place < 2 else 0):
             incoming = bench.transport.receive(
-                Direction.BACKWARD if rank == 0 else Direction.FORWARD, shape, bench.stage.dtype, bench.device
+                Direction.BACKWARD if place == 0 else Direction.FORWARD, shape, bench.stage.dtype, bench.device
             )
             start = time.monotonic()
-            if rank == 0:
+            if place == 0:
                 bench.transport.send(Direction.FORWARD, message)
             incoming.wait()
-            if rank == 1:
+            if place == 1:
                 bench.transport.send(Direction.BACKWARD, message)
             bench.synchronize()
             seconds.append((time.monotonic() - start) / 2)

@@ -23,9 +23,9 @@ from infinipipe.verify.pool import WorkerPool
 
 
 @lru_cache(maxsize=32)
-def get_mesh(layout: Layout) -> Mesh:
+def get_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
     """The mesh of a layout, made once for a worker's life; the first call is a collective of all workers."""
-    return Mesh(layout)
+    return Mesh(layout, device_type)
 
 
 def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
