@@ -118,6 +118,48 @@ def test_too_long_documents_follow_the_policy(corpus_settings: Settings) -> None
         open_corpus(corpus_settings(max_length=limit, on_too_long="error"), TOKENIZER)
 
 
+def test_truncation_drops_what_loses_all_of_its_completion(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "p" * 20, "completion": "lost"},
+        {"prompt": "p" * 10, "completion": "lost"},
+        {"prompt": "p" * 9, "completion": "cut"},
+        {"prompt": "p", "completion": "whole"},
+        {"text": "t" * 30},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = DataSettings(
+        files=[str(tmp_path / "a.jsonl")],
+        cache=str(tmp_path / "cache"),
+        held_out=0,
+        sequences_per_step=3,
+        max_length=10,
+        on_too_long="truncate",
+    )
+    corpus = open_corpus(settings, TokenizerSettings(vocab_size=257))
+    assert corpus.report[1:] == (
+        "4 documents (80.0%) above 10 tokens, truncated; 2 of them lost all of their completion, dropped",
+    )
+    assert corpus.train.lengths.tolist() == [10, 7, 10]
+    assert [int((corpus.train.labels(index) != IGNORED).sum()) for index in range(3)] == [1, 6, 9]
+    (tmp_path / "a.jsonl").write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(
+        DataError, match=r"no document is left .* 1 of them lost all of their completion.*data\.max_length"
+    ):
+        open_corpus(settings, TokenizerSettings(vocab_size=257))
+
+
+def test_a_step_that_repeats_sequences_is_reported(corpus_settings: Settings) -> None:
+    def report(**changes: int) -> str:
+        return "\n".join(open_corpus(corpus_settings(held_out=0, **changes), TOKENIZER).report)
+
+    total = int(open_corpus(corpus_settings(held_out=0), TOKENIZER).train.lengths.sum())
+    warning = "data.sequences_per_step is 21, but there are only 20 sequences to train on, so a step repeats sequences"
+    assert warning in report(sequences_per_step=21)
+    assert warning in report(sequences_per_step=21, tokens_per_step=2 * total)
+    assert "repeats" not in report(sequences_per_step=20)
+    assert "repeats" not in report(sequences_per_step=21, tokens_per_step=total)
+
+
 def test_prompts_are_read_but_not_learnt(tmp_path: Path) -> None:
     records = [{"prompt": "alpha beta", "completion": "gamma"}, {"text": "gamma delta"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -102,7 +102,7 @@ class Corpus:
         train: what is trained on.
         held_out: what is only evaluated; no text is in both.
         tokenizer: the Hugging Face tokenizer.
-        report: lines for the log: what was read, dropped and cut.
+        report: lines for the log: what was read, dropped and cut, and whether a step repeats sequences.
         unigram_entropy: of the tokens of all sequences, in nats per token.
     """
 
@@ -130,6 +130,7 @@ def open_corpus(data: DataSettings, tokenizer: TokenizerSettings, progress: Prog
     if not len(sequences[0]):
         advice = "add other documents or set data.held_out to 0" if len(documents) else "raise data.max_length"
         raise DataError(f"no document is left to train on: {'; '.join((found, *report))}; {advice}")
+    report += _repeats(sequences[0].lengths, data)
     return Corpus(
         train=sequences[0],
         held_out=sequences[1],
@@ -164,10 +165,27 @@ def _fit_length(cache: TokenCache, settings: DataSettings) -> tuple[NDArray[np.i
             f"{cache.name(first)} has {lengths[first]} tokens, data.max_length is {settings.max_length} ({too_long.sum()} "
             "such documents in all); raise it, or set data.on_too_long to drop or truncate"
         )
-    done = "dropped" if settings.on_too_long == "drop" else "truncated"
     share = too_long.sum() / len(lengths)
-    lines = [f"{too_long.sum()} documents ({share:.1%}) above {settings.max_length} tokens, {done}"]
-    return (documents[~too_long] if settings.on_too_long == "drop" else documents), lines
+    line = f"{too_long.sum()} documents ({share:.1%}) above {settings.max_length} tokens, "
+    if settings.on_too_long == "drop":
+        return documents[~too_long], [line + "dropped"]
+    only_prompt = cache.prompts >= settings.max_length
+    if not only_prompt.any():
+        return documents, [line + "truncated"]
+    return documents[~only_prompt], [
+        line + f"truncated; {only_prompt.sum()} of them lost all of their completion, dropped"
+    ]
+
+
+def _repeats(lengths: NDArray[np.int64], settings: DataSettings) -> list[str]:
+    """A line if a global batch is larger than all sequences of those ``lengths`` together."""
+    limit = settings.tokens_per_step
+    if settings.sequences_per_step <= len(lengths) or 0 < limit < lengths.sum() + lengths.min():
+        return []
+    return [
+        f"data.sequences_per_step is {settings.sequences_per_step}, but there are only {len(lengths)} sequences to train on, "
+        "so a step repeats sequences; lower it or add documents"
+    ]
 
 
 def _split(keys: NDArray[np.uint64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
