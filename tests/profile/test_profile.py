@@ -109,6 +109,7 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert cost.stage_layers == (1, 1)
     assert cost.forward.chunk > 0
     assert cost.message.latency > 0
+    assert cost.optimizer_seconds > 0
     assert not output.with_name("cost.json.partial").exists()
     shown = capsys.readouterr().out
     assert "held-out actions" in shown

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,12 @@ def test_a_cost_file_and_a_replica_can_be_named(
     plan: Plan, plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = preset("7b-a100", (16, 16), sequence_parallel=2)
+    cost = dataclasses.replace(cost, optimizer=2.0 / max(cost.states))
     save_cost(cost, tmp_path / "cost.json")
     assert run([plan_file, str(tmp_path / "cost.json"), "--replica", "0"]) == 0
-    assert f"step {simulate_plan(plan, cost)[0].makespan:.2f} s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"step {simulate_plan(plan, cost)[0].makespan:.2f} s" in printed
+    assert "optimizer step, after it: 2.00 s" in printed
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     plan = load(options.plan)
     plan.validate()
     budget = None if options.memory_budget is None else int(options.memory_budget * GIB)
-    simulations = simulate_plan(plan, named_cost(options.cost, plan, options.sequence_parallel), budget=budget)
+    cost = named_cost(options.cost, plan, options.sequence_parallel)
+    simulations = simulate_plan(plan, cost, budget=budget)
     shown = choose_replica(simulations, options.replica)
     if options.output is not None:
         save(simulations[shown].timeline, options.output)
@@ -66,6 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         for index, simulation in enumerate(simulations):
             console.print(f"replica {index}: {readable_seconds(simulation.makespan)}")
     _report(console, simulations[shown])
+    if cost.optimizer:
+        console.print(f"optimizer step, after it: {readable_seconds(cost.optimizer_seconds)}")
     if options.output is not None:
         console.print(f"timeline written to {options.output}; 'infinipipe timeline {options.output}' draws it")
     return 0

@@ -114,6 +114,7 @@ class AnalyticCost:
         recompute: what computing layers again in the backward adds; as the forward if not given.
         memory: bytes of activations.
         states: bytes of parameters, gradients and optimizer states of every stage on one device.
+        optimizer: seconds of an optimizer step per byte of states.
         message: the link between neighbouring stages.
         sequence_parallel: ``d_s``, devices that share a stage's tokens.
         all_to_all: the link of one all-to-all among them; its bytes are what one device sends and keeps.
@@ -129,6 +130,7 @@ class AnalyticCost:
     memory: MemoryUse
     states: tuple[int, ...]
     recompute: PassTime | None = None
+    optimizer: float = 0.0
     message: Link = field(default_factory=Link)
     sequence_parallel: int = 1
     all_to_all: Link = field(default_factory=Link)
@@ -293,6 +295,11 @@ class AnalyticCost:
 
     def state_bytes(self, stage: int) -> int:
         return self.states[stage]
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """What the optimizer adds to a step: its seconds on the stage with the most states."""
+        return self.optimizer * max(self.states)
 
     def table(self, chunks: Sequence[Chunk]) -> CostTable:
         """The same figures for many chunks at once."""

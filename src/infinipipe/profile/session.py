@@ -8,6 +8,7 @@ import hashlib
 import json
 import platform
 import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from infinipipe.profile.workers import (
     timed_run,
 )
 from infinipipe.runtime import Event
+from infinipipe.timeline.units import readable_seconds
 from infinipipe.verify.pool import WorkerPool
 
 HELD_OUT = 5
@@ -187,14 +189,12 @@ class Profile:
         cost: the cost model over the requested stages.
         forward, backward: fits of the two passes.
         memory: measured bytes over the formula's.
-        optimizer_seconds: an optimizer step of each measured stage.
     """
 
     cost: AnalyticCost
     forward: PassFit
     backward: PassFit
     memory: MemoryRatios
-    optimizer_seconds: tuple[float, ...] = ()
 
 
 def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -> Profile:
@@ -206,7 +206,11 @@ def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -
     as_measured = dataclasses.replace(setup, sequence_parallel=setup.shards)
     ratios = memory_ratios(metered, formula(as_measured, setup.stage_layers))
     profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages, measured.exchanges)
-    return dataclasses.replace(profile, optimizer_seconds=tuple(measured.optimizer))
+    whole = formula(dataclasses.replace(setup, sequence_parallel=1), setup.stage_layers)
+    optimizer = statistics.median(
+        seconds / size for seconds, size in zip(measured.optimizer, whole.states, strict=True)
+    )
+    return dataclasses.replace(profile, cost=dataclasses.replace(profile.cost, optimizer=optimizer))
 
 
 def fit_samples(
@@ -302,5 +306,4 @@ def quality_lines(profile: Profile) -> Iterator[str]:
     for name, link in (("messages", profile.cost.message), ("all-to-alls", profile.cost.all_to_all)):
         if link.seconds_per_byte:
             yield f"{name}: {link.latency * 1e6:.0f} us and {1e-9 / link.seconds_per_byte:.2f} GB/s"
-    if profile.optimizer_seconds:
-        yield "optimizer step: " + ", ".join(f"{seconds * 1e3:.1f} ms" for seconds in profile.optimizer_seconds)
+    yield f"optimizer step: {readable_seconds(profile.cost.optimizer_seconds)}"
