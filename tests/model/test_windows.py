@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infinipipe.cost import ModelShape
-from infinipipe.profile.session import with_layers
+from infinipipe.profile.workers import with_layers
 from infinipipe.verify.families import FAMILIES
 
 SMALL: dict[str, Any] = {

@@ -9,10 +9,16 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from infinipipe.cli.main import main
+from infinipipe.cli.profile import ProfileOptions, make_setup
 from infinipipe.cost.files import load_cost
 from infinipipe.profile import Design, Parts, Setup, fit_profile, formula, measure
-from infinipipe.profile.session import setups, with_layers
+from infinipipe.profile.samples import plan_samples
+from infinipipe.profile.session import setups
+from infinipipe.profile.timing import Pace, Run
+from infinipipe.profile.workers import with_layers
+from infinipipe.runtime import Event
 from infinipipe.simulate import simulate
+from infinipipe.verify.families import FAMILIES
 
 SIZES = [
     "--longest",
@@ -88,13 +94,25 @@ def test_parts_resume_only_their_own(tmp_path: Path) -> None:
 
 
 def test_layers_are_told_from_stages() -> None:
-    config = with_layers(make_config(), 8)
-    (whole, half) = setups(Setup(config, (4, 4)))
-    assert (whole.stage_layers, half.stage_layers, half.config.num_hidden_layers) == ((4, 4), (2, 2), 4)
-    assert setups(Setup(with_layers(make_config(), 3), (1, 2)))[1].stage_layers == (1, 1)
+    whole, half = setups(Setup(make_config(), (4, 4)))
+    assert (whole.stage_layers, half.stage_layers) == ((4, 4), (2, 2))
+    assert setups(Setup(make_config(), (1, 2)))[1].stage_layers == (1, 1)
     assert setups(Setup(make_config(), (1, 1)))[1].stage_layers == (2, 2)
     qwen = Qwen2Config(num_hidden_layers=3)
     assert with_layers(qwen, 2).layer_types == qwen.layer_types[:2]
+
+
+def test_windows_of_measured_and_described_stages(tmp_path: Path) -> None:
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    FAMILIES["gemma3"](num_hidden_layers=12, layer_types=types * 2).save_pretrained(tmp_path)
+    options = ProfileOptions(str(tmp_path), "cost.json", stages=4, processes=2)
+    setup, stage_layers = make_setup(options)
+    assert setup.stage_layers == (3, 3)
+    assert formula(setup, stage_layers).layer_windows == ((17, 17, 17), (17, 17, 0)) * 2
+    plan = DESIGN.plans(setup.stage_layers)[0]
+    run = Run(tuple(tuple(Event(str(a), 0.0, 1.0, 0.0) for a in row) for row in plan.replicas[0].actions), (1.0, 1.0))
+    samples = plan_samples(plan, [run], Pace.of([[run]]), formula(setup, setup.stage_layers).layer_windows)
+    assert {(sample.is_first, sample.windows) for sample in samples} == {(True, (17, 17, 17)), (False, (17, 17, 0))}
 
 
 def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

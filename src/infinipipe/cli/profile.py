@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infinipipe.cli.options import parse_options
-from infinipipe.cost import even_stages
+from infinipipe.cost import ModelShape, even_stages
 from infinipipe.cost.files import save_cost
 from infinipipe.settings import SettingError, require_range
 
@@ -33,7 +33,8 @@ class ProfileOptions:
         stages: pipeline stages that the cost file describes, of as even a number of layers as possible.
         stage_layers: layers of each of them, such as "[2, 1]", where they are uneven.
         processes: stages that are measured at once; by default as many as stages, devices and cores allow.
-        layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2.
+        layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2, or
+            as many as it takes to have layers of every window.
         sequence_parallel: devices that share a stage's tokens; where there are fewer devices or cores, stages are measured without.
         device: auto takes CUDA where there is a device.
         dtype: of the computing.
@@ -112,7 +113,6 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     import torch
 
     from infinipipe.model import check_supported, load_config
-    from infinipipe.profile.session import with_layers
     from infinipipe.profile.workers import Setup
 
     config = load_config(options.model)
@@ -142,9 +142,9 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     if processes == len(stage_layers) and options.layers is None:
         measured = stage_layers
     else:
-        measured = (options.layers or 2,) * processes
+        measured = (options.layers or max(2, -(-_distinct(config.to_dict()) // processes)),) * processes
     setup = Setup(
-        config=with_layers(config, sum(measured)),
+        config=config,
         stage_layers=measured,
         dtype=options.dtype,
         device=device,
@@ -154,6 +154,12 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
         shards=shards,
     )
     return setup, stage_layers
+
+
+def _distinct(config: dict[str, object]) -> int:
+    """How many of a model's first layers have all windows that any of them has."""
+    (windows,) = (shape := ModelShape.from_config(config)).stage_windows([shape.layers])
+    return 1 + max(windows.index(window) for window in windows)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from infinipipe.cost import AnalyticCost, ModelShape, PassTime, flop_cost, state_bytes
 from infinipipe.cost.work import chunk_work
@@ -128,16 +127,7 @@ def setups(setup: Setup) -> list[Setup]:
     others = tuple(max(1, count // 2) for count in layers)
     if others == layers:
         others = tuple(2 * count for count in layers)
-    return [setup, dataclasses.replace(setup, config=with_layers(setup.config, sum(others)), stage_layers=others)]
-
-
-def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration with another number of layers, whose types repeat those that it names."""
-    fields = config.to_dict() | {"num_hidden_layers": layers}
-    types = fields.get("layer_types")
-    if types:
-        fields["layer_types"] = [types[i % len(types)] for i in range(layers)]
-    return type(config).from_dict(fields)
+    return [setup, dataclasses.replace(setup, stage_layers=others)]
 
 
 def measure(
@@ -170,7 +160,7 @@ def measure(
     messages, exchanges = [], []
     progress("messages", total, total)
     if setup.device == "cpu" or torch.cuda.device_count() > 1:
-        pair = dataclasses.replace(setup, config=with_layers(setup.config, 2), stage_layers=(1, 1), shards=1)
+        pair = dataclasses.replace(setup, stage_layers=(1, 1), shards=1)
         with WorkerPool(2, backend=backend) as pool:
             messages = parts.get("messages", lambda: pool.run(time_messages, pair, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
     if setup.sequence_parallel > 1:

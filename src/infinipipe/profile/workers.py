@@ -43,8 +43,8 @@ class Setup:
     """What is measured, and on what.
 
     Attributes:
-        config: the model; its layers are those of ``stage_layers``.
-        stage_layers: layers of the measured stages.
+        config: the model that the cost file describes.
+        stage_layers: layers of the measured stages: the model's first, over again if they are more than it has.
         dtype: of the computing, ``float32`` or ``bfloat16``.
         device: ``cpu`` or ``cuda``.
         threads: of each process on the CPU.
@@ -75,6 +75,15 @@ class Setup:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration with another number of layers, whose types repeat those that it names."""
+    fields = config.to_dict() | {"num_hidden_layers": layers}
+    types = fields.get("layer_types")
+    if types:
+        fields["layer_types"] = [types[i % len(types)] for i in range(layers)]
+    return type(config).from_dict(fields)
+
+
 class _Bench:
     """A stage with its executor, built once in a worker's life."""
 
@@ -87,8 +96,9 @@ class _Bench:
         mesh = get_mesh(layout.for_heads(setup.config.num_attention_heads), device.type)
         self.device = device
         self.vocab = int(setup.config.vocab_size)
+        config = with_layers(setup.config, sum(setup.stage_layers))
         self.stage = build_stage(
-            setup.config, setup.stage_layers, mesh.stage, dtype=getattr(torch, setup.dtype), device=device
+            config, setup.stage_layers, mesh.stage, dtype=getattr(torch, setup.dtype), device=device
         )
         self.parameters = Parameters(self.stage)
         self.transport = mesh.transport()
