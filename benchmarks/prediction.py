@@ -2,9 +2,9 @@
 
 Two processes of one thread run a small Llama in 2 stages. Plans of the profile's design, from which the cost model is
 fitted, and random plans, which are predicted, run interleaved, each until it has as many undisturbed runs as the others,
-until the time is up. A run is undisturbed if a probe of fixed work right before and after it took as long as usual
-(:mod:`infinipipe.profile.timing`). A plan's measured step time is the median over its undisturbed runs, or over its two least
-disturbed ones if it has no more. Memory is measured before, in one run of each plan.
+until the time is up. A run is undisturbed if no process computed for 8% longer than in the plan's fastest run
+(:mod:`infinipipe.profile.timing`). A plan's measured step time is the median over its undisturbed runs. Memory is measured
+before, in one run of each plan.
 
 The last line printed is a JSON object:
 
@@ -37,22 +37,22 @@ from infinipipe.plan import ActionKind, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Pace, Run, rounds, step_seconds
+from infinipipe.profile.timing import Run, rounds, step_seconds, undisturbed
 from infinipipe.profile.workers import MESSAGE_TOKENS, metered_run, time_messages, timed_run
 from infinipipe.simulate import Engine, simulate
 from infinipipe.verify import WorkerPool, random_plan
 
-STAGE_LAYERS = (2, 2)
 MOST_RUNS = 20
 """Undisturbed runs of a plan that are enough."""
-METERED = 10
+METERED = 6
 """Plans of the design whose memory corrects the formula."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: sizes in tokens, and the seconds when it must be done."""
+    """How much is measured: layers of the two stages, sizes in tokens, plans, and the seconds when it must be done."""
 
+    stage_layers: tuple[int, int]
     longest: int
     capacity: int
     calibration: int
@@ -60,14 +60,14 @@ class Scale:
     seconds: float
 
 
-QUICK = Scale(longest=384, capacity=256, calibration=18, tested=20, seconds=42)
-FULL = Scale(longest=2048, capacity=1024, calibration=40, tested=40, seconds=600)
+QUICK = Scale(stage_layers=(2, 2), longest=384, capacity=256, calibration=18, tested=20, seconds=47)
+FULL = Scale(stage_layers=(2, 2), longest=2048, capacity=1024, calibration=40, tested=40, seconds=600)
 
 
-def model() -> LlamaConfig:
+def model(layers: int) -> LlamaConfig:
     """The model that is run."""
     return LlamaConfig(
-        num_hidden_layers=sum(STAGE_LAYERS),
+        num_hidden_layers=layers,
         hidden_size=256,
         intermediate_size=704,
         num_attention_heads=8,
@@ -82,7 +82,7 @@ def random_plans(scale: Scale, seed: int = 1) -> list[Plan]:
     plans = []
     for _ in range(scale.tested):
         lengths = [round(64 * (scale.longest / 64) ** rng.random()) for _ in range(rng.randint(2, 4))]
-        plans.append(random_plan(rng, lengths, STAGE_LAYERS))
+        plans.append(random_plan(rng, lengths, scale.stage_layers))
     return plans
 
 
@@ -99,7 +99,7 @@ def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until:
     """Run everything, until the monotonic clock says ``until``."""
     plans = [*known, *unknown]
     timed: list[list[Run]] = [[] for _ in plans]
-    with WorkerPool(len(STAGE_LAYERS)) as pool:
+    with WorkerPool(len(setup.stage_layers)) as pool:
         metered = [metered_run(pool, setup, plan) for plan in (*known[:METERED], *unknown)]
         messages: list[float] = pool.run(time_messages, setup, MESSAGE_TOKENS, 20)[0]
         for index in rounds(timed, MOST_RUNS, random.Random(0)):
@@ -109,11 +109,11 @@ def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until:
     return Measured(metered, timed, messages)
 
 
-def assembled_seconds(plan: Plan, runs: Sequence[Run], pace: Pace, cost: AnalyticCost) -> float:
+def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
     """The step time that the simulator puts together from the measured actions."""
     replica: ReplicaPlan = plan.replicas[0]
     forward, backward = np.zeros((2, plan.num_stages, len(replica.chunks)))
-    samples = iter(plan_samples(plan, runs, pace))
+    samples = iter(plan_samples(plan, runs))
     for stage, actions in enumerate(replica.actions):
         for action in actions:
             table = forward if action.kind is ActionKind.FORWARD else backward
@@ -136,7 +136,7 @@ def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
 def run(scale: Scale) -> dict[str, object]:
     """Measure, fit, predict and compare."""
     started = time.monotonic()
-    setup = Setup(model(), STAGE_LAYERS)
+    setup = Setup(model(sum(scale.stage_layers)), scale.stage_layers)
     design = Design(
         longest=scale.longest,
         capacity=scale.capacity,
@@ -144,23 +144,24 @@ def run(scale: Scale) -> dict[str, object]:
         max_slices=8,
         num_plans=scale.calibration,
     )
-    known, unknown = design.plans(STAGE_LAYERS), random_plans(scale)
+    known, unknown = design.plans(scale.stage_layers), random_plans(scale)
     measured = measure(setup, known, unknown, started + scale.seconds)
-    pace = Pace.of(measured.timed)
-    samples = [plan_samples(plan, runs, pace) for plan, runs in zip(known, measured.timed, strict=False)]
-    ratios = memory_ratios(list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, STAGE_LAYERS))
-    profile = fit_samples(setup, STAGE_LAYERS, samples, ratios, measured.messages)
+    samples = [plan_samples(plan, runs) for plan, runs in zip(known, measured.timed, strict=False)]
+    ratios = memory_ratios(
+        list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, scale.stage_layers)
+    )
+    profile = fit_samples(setup, scale.stage_layers, samples, ratios, measured.messages)
     cost = profile.cost
     for name, fit in (("forward", profile.forward), ("backward", profile.backward)):
         print(f"{name} fit: {fit.quality.error_p50:.1%} / {fit.quality.error_p90:.1%} of {fit.quality.points} actions")
     print("tokens chunks  measured predicted    error  runs undisturbed   peak MiB measured / predicted by stage")
     time_errors, simulator_errors, memory_errors = [], [], []
     tried = measured.timed[len(known) :]
-    chosen = [pace.undisturbed(runs) for runs in tried]
+    chosen = [undisturbed(runs) for runs in tried]
     for plan, memory, runs, everything in zip(unknown, measured.metered[METERED:], chosen, tried, strict=True):
         simulation, seconds = simulate(plan.replicas[0], cost), step_seconds(runs)
         time_errors.append(simulation.makespan / seconds - 1)
-        simulator_errors.append(assembled_seconds(plan, runs, pace, cost) / seconds - 1)
+        simulator_errors.append(assembled_seconds(plan, everything, cost) / seconds - 1)
         cells = []
         for stage, row in enumerate(memory.events):
             peak = max(event.peak for event in row)
@@ -169,7 +170,7 @@ def run(scale: Scale) -> dict[str, object]:
             cells.append(f"{peak / 2**20:.2f} / {predicted / 2**20:.2f}")
         print(
             f"{plan.num_tokens:6d} {len(plan.replicas[0].chunks):6d} {seconds * 1e3:7.0f} ms {simulation.makespan * 1e3:6.0f} ms"
-            f" {time_errors[-1]:+8.1%} {len(everything):5d} {pace.count(everything):11d}   {'   '.join(cells)}"
+            f" {time_errors[-1]:+8.1%} {len(everything):5d} {len(runs):11d}   {'   '.join(cells)}"
         )
     return {
         **quantiles("time_err", time_errors),
@@ -177,7 +178,7 @@ def run(scale: Scale) -> dict[str, object]:
         **quantiles("noise", [difference(runs) for runs in chosen if len(runs) > 1]),
         **quantiles("disturbed_noise", [difference(runs) for runs in tried if len(runs) > 1]),
         **quantiles("simulator_err", simulator_errors),
-        "undisturbed": sum(map(pace.count, measured.timed)) / sum(map(len, measured.timed)),
+        "undisturbed": sum(len(undisturbed(runs)) for runs in measured.timed) / sum(map(len, measured.timed)),
         "runs": statistics.median(map(len, chosen)),
         "plans": len(unknown),
         "seconds": time.monotonic() - started,

@@ -14,7 +14,7 @@ from infinipipe.cost.files import load_cost
 from infinipipe.profile import Design, Parts, Setup, fit_profile, formula, measure
 from infinipipe.profile.samples import plan_samples
 from infinipipe.profile.session import setups
-from infinipipe.profile.timing import Pace, Run
+from infinipipe.profile.timing import Run
 from infinipipe.profile.workers import with_layers
 from infinipipe.runtime import Event
 from infinipipe.simulate import simulate
@@ -110,8 +110,8 @@ def test_windows_of_measured_and_described_stages(tmp_path: Path) -> None:
     assert setup.stage_layers == (3, 3)
     assert formula(setup, stage_layers).layer_windows == ((17, 17, 17), (17, 17, 0)) * 2
     plan = DESIGN.plans(setup.stage_layers)[0]
-    run = Run(tuple(tuple(Event(str(a), 0.0, 1.0, 0.0) for a in row) for row in plan.replicas[0].actions), (1.0, 1.0))
-    samples = plan_samples(plan, [run], Pace.of([[run]]), formula(setup, setup.stage_layers).layer_windows)
+    run = Run(tuple(tuple(Event(str(a), 0.0, 1.0, 0.0) for a in row) for row in plan.replicas[0].actions))
+    samples = plan_samples(plan, [run], formula(setup, setup.stage_layers).layer_windows)
     assert {(sample.is_first, sample.windows) for sample in samples} == {(True, (17, 17, 17)), (False, (17, 17, 0))}
 
 

@@ -26,6 +26,7 @@ class PassTime:
         chunk: a layer's, per chunk (``b1`` over all layers).
         stage: a stage's, per chunk, whatever its layers.
         embedding_token: the first stage's, per token.
+        embedding_chunk: the same, per chunk: in a backward, adding up the gradient of the whole embedding.
         head_token: the last stage's head and loss, per token.
         head_chunk: the same, per chunk.
         context: a layer's, per unit of ``crossed``, without a window ``2 C s``, beyond ``pair``: negative where attention to
@@ -41,6 +42,7 @@ class PassTime:
     chunk: float = 0.0
     stage: float = 0.0
     embedding_token: float = 0.0
+    embedding_chunk: float = 0.0
     head_token: float = 0.0
     head_chunk: float = 0.0
     context: float = 0.0
@@ -192,7 +194,10 @@ class AnalyticCost:
 
     def pass_time(self, time: PassTime, work: Work[Number], stage: int) -> Number:
         """Seconds of one pass of a stage without recompute."""
-        per_token, per_chunk = (time.embedding_token if stage == 0 else 0.0), time.stage
+        per_token, per_chunk = 0.0, time.stage
+        if stage == 0:
+            per_token += time.embedding_token
+            per_chunk += time.embedding_chunk
         if stage == self.num_stages - 1:
             per_token += time.head_token
             per_chunk += time.head_chunk
@@ -353,5 +358,6 @@ class AnalyticCost:
         """Fixed cost of one chunk over all stages, forward and backward (``b1``)."""
         layers, stages = sum(self.stage_layers), self.num_stages
         return sum(
-            time.chunk * layers + time.stage * stages + time.head_chunk for time in (self.forward, self.backward)
+            time.chunk * layers + time.stage * stages + time.embedding_chunk + time.head_chunk
+            for time in (self.forward, self.backward)
         )

@@ -105,16 +105,26 @@ _PER_STAGE: dict[str, Callable[[_Data], Floats]] = {
     "head_token": lambda data: data.is_last * data.work.tokens,
     "head_chunk": lambda data: data.is_last,
     "embedding_token": lambda data: data.is_first * data.work.tokens,
+    "embedding_chunk": lambda data: data.is_first,
 }
-"""The embedding's share is fitted only where the measured layouts tell it from a layer's and the head's; else it is 0."""
+_ENDS = {
+    ActionKind.FORWARD: ("head_token", "head_chunk", "embedding_token"),
+    ActionKind.BACKWARD: ("embedding_token", "embedding_chunk", "head_token"),
+}
+"""What a pass does at the first and the last stage: head and loss compute their gradient in the forward, and the gradient of the
+embedding is added up in the backward. The last of each is fitted only where the measured layouts tell it from the rest; else it
+is 0."""
 
 
 def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
-    columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
-    ends = {name: column(data) for name, column in _PER_STAGE.items()}
+    """The column of every coefficient; zeros for those that the pass has not."""
+    ends = {name: np.zeros_like(data.layers) for name in _PER_STAGE}
+    for name in ("stage", *_ENDS[kind]):
+        ends[name] = _PER_STAGE[name](data)
     per_token = [data.work.tokens * data.layers, ends["head_token"], ends["embedding_token"]]
     if np.linalg.matrix_rank(np.stack(per_token, axis=1)) < len(per_token):
-        ends["embedding_token"] = np.zeros_like(data.layers)
+        ends[_ENDS[kind][-1]] = np.zeros_like(data.layers)
+    columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
     columns += ends.values()
     if kind is ActionKind.BACKWARD:
         columns += [column(data.again, knot) * data.recomputed for column in _PER_LAYER.values()]

@@ -7,25 +7,21 @@ from collections.abc import Sequence
 
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.fit import Sample
-from infinipipe.profile.timing import Pace, Run, stage_processes
-from infinipipe.runtime import Event
+from infinipipe.profile.timing import Run, stage_processes, undisturbed
 
 
-def plan_samples(
-    plan: Plan, runs: Sequence[Run], pace: Pace, windows: Sequence[tuple[int, ...]] | None = None
-) -> list[Sample]:
+def plan_samples(plan: Plan, runs: Sequence[Run], windows: Sequence[tuple[int, ...]] | None = None) -> list[Sample]:
     """One sample for every action of the first replica: the median over those of the plan's ``runs`` in which its stage was undisturbed.
 
-    An action's seconds include those between the action before it and its asking for its input, in which the executor
-    works for it; they are the mean over the processes that share the stage. ``windows`` are those of the stages' layers.
+    An action's seconds are the mean over the processes that share the stage. ``windows`` are those of the stages' layers.
     """
     replica = plan.replicas[0]
     samples = []
     for stage, actions in enumerate(replica.actions):
         processes = stage_processes(stage, plan.num_stages, runs[0])
-        chosen = pace.undisturbed(runs, processes)
+        chosen = undisturbed(runs, processes)
         for place, action in enumerate(actions):
-            busy = [statistics.fmean(_busy(run.events[process], place) for process in processes) for run in chosen]
+            busy = [statistics.fmean(run.busy(process, place) for process in processes) for run in chosen]
             recomputes = action.kind is ActionKind.BACKWARD
             samples.append(
                 Sample(
@@ -41,10 +37,3 @@ def plan_samples(
                 )
             )
     return samples
-
-
-def _busy(events: Sequence[Event], place: int) -> float:
-    event = events[place]
-    idle_from = event.start - event.waited
-    before = 0.0 if place == 0 else max(0.0, idle_from - events[place - 1].end)
-    return event.end - event.start + before

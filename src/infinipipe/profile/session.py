@@ -23,7 +23,7 @@ from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Pace, Run, rounds
+from infinipipe.profile.timing import Run, rounds, undisturbed
 from infinipipe.profile.workers import (
     EXCHANGE_BYTES,
     MESSAGE_TOKENS,
@@ -114,11 +114,9 @@ class Parts:
         """The run of that name, measured if it is not there yet."""
 
         def plain() -> list[Any]:
-            run = measure()
-            return [[[dataclasses.astuple(event) for event in row] for row in run.events], run.probes]
+            return [[dataclasses.astuple(event) for event in row] for row in measure().events]
 
-        rows, probes = self.get(name, plain)
-        return Run(tuple(tuple(Event(*event) for event in row) for row in rows), tuple(probes))
+        return Run(tuple(tuple(Event(*event) for event in row) for row in self.get(name, plain)))
 
 
 def setups(setup: Setup) -> list[Setup]:
@@ -151,8 +149,7 @@ def measure(
             progress("memory", number, total)
             metered.append((job[1], parts.run(f"{number}/memory", functools.partial(metered_run, pool, *job))))
         for number in rounds(timed, repeats, random.Random(seed)):
-            pace = Pace.of(timed)
-            useful = sum(min(pace.count(runs), repeats) for runs in timed)
+            useful = sum(min(len(undisturbed(runs)), repeats) for runs in timed)
             progress("times", len(jobs) + useful, total)
             name = f"{number}/{len(timed[number])}"
             timed[number].append(parts.run(name, functools.partial(timed_run, pool, *jobs[number])))
@@ -189,9 +186,8 @@ class Profile:
 
 def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -> Profile:
     """Fit a cost model over ``stage_layers`` to what was measured on ``setup``'s stages. Raises ``ValueError``."""
-    pace = Pace.of([runs for _, runs in measured.timed])
     windows = {each.stage_layers: formula(each, each.stage_layers).layer_windows for each in setups(setup)}
-    samples = [plan_samples(plan, runs, pace, windows[plan.stage_layers]) for plan, runs in measured.timed]
+    samples = [plan_samples(plan, runs, windows[plan.stage_layers]) for plan, runs in measured.timed]
     metered = [(plan, run) for plan, run in measured.metered if plan.stage_layers == setup.stage_layers]
     as_measured = dataclasses.replace(setup, sequence_parallel=setup.shards)
     ratios = memory_ratios(metered, formula(as_measured, setup.stage_layers))

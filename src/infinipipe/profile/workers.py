@@ -31,9 +31,6 @@ from infinipipe.verify.pool import WorkerPool
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 """Sizes of the messages that are timed."""
-PROBE_SHAPES = ((128, 256), (256, 704), (704, 256))
-PROBE_TURNS = 4
-"""Some milliseconds of a core's work."""
 EXCHANGE_BYTES = (2**12, 2**16, 2**20, 2**23)
 """Sizes of the all-to-alls that are timed: what one process sends and keeps."""
 
@@ -109,18 +106,6 @@ class _Bench:
             loss_block_tokens=setup.loss_block_tokens,
             shard=mesh.shard,
         )
-        self._probe = [torch.randn(shape, device=device) for shape in PROBE_SHAPES]
-        self.probe()
-
-    def probe(self) -> float:
-        """Seconds of a small piece of fixed work."""
-        first, second, third = self._probe
-        self.synchronize()
-        start = time.monotonic()
-        for _ in range(PROBE_TURNS):
-            torch.mm(torch.nn.functional.silu(torch.mm(first, second)), third)
-        self.synchronize()
-        return time.monotonic() - start
 
     def batch(self, plan: Plan) -> Batch:
         """Random tokens for a plan."""
@@ -142,18 +127,14 @@ def _bench(rank: int, setup: Setup) -> _Bench:
     return _benches[setup.key]
 
 
-def time_plan(rank: int, setup: Setup, plan: Plan) -> tuple[list[Event], float]:
-    """Run a plan's first replica on random tokens: its events, and seconds of the slower of the probes before and after."""
+def time_plan(rank: int, setup: Setup, plan: Plan) -> list[Event]:
+    """Run a plan's first replica on random tokens: its events."""
     bench = _bench(rank, setup)
     batch = bench.batch(plan)
     dist.barrier()
-    bench.probe()
-    before = bench.probe()
-    dist.barrier()
     recorder = Recorder(bench.device)
     bench.executor.step(plan.replicas[0], batch, recorder=recorder)
-    events = recorder.events()
-    return events, max(before, bench.probe())
+    return recorder.events()
 
 
 def meter_plan(rank: int, setup: Setup, plan: Plan) -> list[Event]:
@@ -170,8 +151,7 @@ def meter_plan(rank: int, setup: Setup, plan: Plan) -> list[Event]:
 
 def timed_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
     """Run a plan for its times."""
-    events, probes = zip(*pool.run(time_plan, setup, plan), strict=True)
-    return Run(tuple(map(tuple, events)), probes)
+    return Run(tuple(map(tuple, pool.run(time_plan, setup, plan))))
 
 
 def metered_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
