@@ -4,7 +4,7 @@ Two processes of one thread run a small Llama in 2 stages. Plans of the profile'
 fitted, and random plans, which are predicted, run interleaved, each until it has as many undisturbed runs as the others,
 until the time is up. A run is undisturbed if no process computed for 8% longer than in the plan's fastest run
 (:mod:`infinipipe.profile.timing`). A plan's measured step time is the median over its undisturbed runs. Memory is measured
-before, in one run of each plan.
+before, in one run of each plan. With ``--sequence_parallel``, the two processes share one stage's tokens instead.
 
 The last line printed is a JSON object:
 
@@ -37,22 +37,30 @@ from infinipipe.plan import ActionKind, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Run, rounds, step_seconds, undisturbed
-from infinipipe.profile.workers import MESSAGE_TOKENS, metered_run, time_messages, timed_run
+from infinipipe.profile.timing import Run, rounds, stage_processes, step_seconds, undisturbed
+from infinipipe.profile.workers import (
+    EXCHANGE_BYTES,
+    MESSAGE_TOKENS,
+    metered_run,
+    time_exchanges,
+    time_messages,
+    timed_run,
+)
 from infinipipe.simulate import Engine, simulate
 from infinipipe.verify import WorkerPool, random_plan
 
 MOST_RUNS = 20
 """Undisturbed runs of a plan that are enough."""
+LAYERS = 4
+LINK_REPEATS = 20
 METERED = 6
 """Plans of the design whose memory corrects the formula."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: layers of the two stages, sizes in tokens, plans, and the seconds when it must be done."""
+    """How much is measured: sizes in tokens, plans, and the seconds when it must be done."""
 
-    stage_layers: tuple[int, int]
     longest: int
     capacity: int
     calibration: int
@@ -60,14 +68,14 @@ class Scale:
     seconds: float
 
 
-QUICK = Scale(stage_layers=(2, 2), longest=384, capacity=256, calibration=18, tested=20, seconds=47)
-FULL = Scale(stage_layers=(2, 2), longest=2048, capacity=1024, calibration=40, tested=40, seconds=600)
+QUICK = Scale(longest=384, capacity=256, calibration=18, tested=20, seconds=47)
+FULL = Scale(longest=2048, capacity=1024, calibration=40, tested=40, seconds=600)
 
 
-def model(layers: int) -> LlamaConfig:
+def model() -> LlamaConfig:
     """The model that is run."""
     return LlamaConfig(
-        num_hidden_layers=layers,
+        num_hidden_layers=LAYERS,
         hidden_size=256,
         intermediate_size=704,
         num_attention_heads=8,
@@ -76,37 +84,43 @@ def model(layers: int) -> LlamaConfig:
     )
 
 
-def random_plans(scale: Scale, seed: int = 1) -> list[Plan]:
+def random_plans(scale: Scale, stage_layers: Sequence[int], seed: int = 1) -> list[Plan]:
     """Random batches under random valid plans: cuts, packing, order, schedule, warm-up and recompute."""
     rng = random.Random(seed)
     plans = []
     for _ in range(scale.tested):
         lengths = [round(64 * (scale.longest / 64) ** rng.random()) for _ in range(rng.randint(2, 4))]
-        plans.append(random_plan(rng, lengths, scale.stage_layers))
+        plans.append(random_plan(rng, lengths, stage_layers))
     return plans
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs of all plans, the design's first, and seconds of messages."""
+    """Runs of all plans, the design's first, and seconds of messages or of all-to-alls."""
 
     metered: list[Run]
     timed: list[list[Run]]
     messages: list[float]
+    exchanges: list[float]
 
 
 def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until: float) -> Measured:
     """Run everything, until the monotonic clock says ``until``."""
     plans = [*known, *unknown]
     timed: list[list[Run]] = [[] for _ in plans]
-    with WorkerPool(len(setup.stage_layers)) as pool:
+    with WorkerPool(setup.num_processes) as pool:
         metered = [metered_run(pool, setup, plan) for plan in (*known[:METERED], *unknown)]
-        messages: list[float] = pool.run(time_messages, setup, MESSAGE_TOKENS, 20)[0]
+        messages: list[float] = []
+        exchanges: list[float] = []
+        if setup.shards > 1:
+            exchanges = pool.run(time_exchanges, setup.device, EXCHANGE_BYTES, LINK_REPEATS)[0]
+        else:
+            messages = pool.run(time_messages, setup, MESSAGE_TOKENS, LINK_REPEATS)[0]
         for index in rounds(timed, MOST_RUNS, random.Random(0)):
             timed[index].append(timed_run(pool, setup, plans[index]))
             if time.monotonic() > until and min(map(len, timed)) > 0:
                 break
-    return Measured(metered, timed, messages)
+    return Measured(metered, timed, messages, exchanges)
 
 
 def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
@@ -133,10 +147,12 @@ def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_p50": float(np.median(sizes)), f"{name}_p90": float(np.quantile(sizes, 0.9))}
 
 
-def run(scale: Scale) -> dict[str, object]:
-    """Measure, fit, predict and compare."""
+def run(scale: Scale, *, shared: bool) -> dict[str, object]:
+    """Measure, fit, predict and compare, on two stages or on one that is shared."""
     started = time.monotonic()
-    setup = Setup(model(sum(scale.stage_layers)), scale.stage_layers)
+    stage_layers = (LAYERS,) if shared else (LAYERS // 2, LAYERS // 2)
+    shards = 2 // len(stage_layers)
+    setup = Setup(model(), stage_layers, sequence_parallel=shards, shards=shards)
     design = Design(
         longest=scale.longest,
         capacity=scale.capacity,
@@ -144,13 +160,11 @@ def run(scale: Scale) -> dict[str, object]:
         max_slices=8,
         num_plans=scale.calibration,
     )
-    known, unknown = design.plans(scale.stage_layers), random_plans(scale)
+    known, unknown = design.plans(stage_layers), random_plans(scale, stage_layers)
     measured = measure(setup, known, unknown, started + scale.seconds)
     samples = [plan_samples(plan, runs) for plan, runs in zip(known, measured.timed, strict=False)]
-    ratios = memory_ratios(
-        list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, scale.stage_layers)
-    )
-    profile = fit_samples(setup, scale.stage_layers, samples, ratios, measured.messages)
+    ratios = memory_ratios(list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, stage_layers))
+    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages, measured.exchanges)
     cost = profile.cost
     for name, fit in (("forward", profile.forward), ("backward", profile.backward)):
         print(f"{name} fit: {fit.quality.error_p50:.1%} / {fit.quality.error_p90:.1%} of {fit.quality.points} actions")
@@ -163,8 +177,9 @@ def run(scale: Scale) -> dict[str, object]:
         time_errors.append(simulation.makespan / seconds - 1)
         simulator_errors.append(assembled_seconds(plan, everything, cost) / seconds - 1)
         cells = []
-        for stage, row in enumerate(memory.events):
-            peak = max(event.peak for event in row)
+        for stage in range(len(stage_layers)):
+            first = stage_processes(stage, len(stage_layers), memory)[0]
+            peak = max(event.peak for event in memory.events[first])
             predicted = simulation.peaks[stage] - cost.state_bytes(stage)
             memory_errors.append(predicted / peak - 1)
             cells.append(f"{peak / 2**20:.2f} / {predicted / 2**20:.2f}")
@@ -188,7 +203,11 @@ def run(scale: Scale) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted against real step time and memory on two processes.")
     parser.add_argument("--quick", action="store_true", help="smaller plans, fewer rounds; under 50 s on two cores")
-    print(json.dumps(run(QUICK if parser.parse_args().quick else FULL)))
+    parser.add_argument(
+        "--sequence_parallel", action="store_true", help="two processes that share a stage, instead of two stages"
+    )
+    options = parser.parse_args()
+    print(json.dumps(run(QUICK if options.quick else FULL, shared=options.sequence_parallel)))
 
 
 if __name__ == "__main__":
