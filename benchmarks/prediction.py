@@ -39,10 +39,8 @@ from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
 from infinipipe.profile.timing import Run, rounds, stage_processes, step_seconds, undisturbed
 from infinipipe.profile.workers import (
-    EXCHANGE_BYTES,
     MESSAGE_TOKENS,
     metered_run,
-    time_exchanges,
     time_messages,
     timed_run,
 )
@@ -96,12 +94,11 @@ def random_plans(scale: Scale, stage_layers: Sequence[int], seed: int = 1) -> li
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs of all plans, the design's first, and seconds of messages or of all-to-alls."""
+    """Runs of all plans, the design's first, and seconds of messages."""
 
     metered: list[Run]
     timed: list[list[Run]]
     messages: list[float]
-    exchanges: list[float]
 
 
 def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until: float) -> Measured:
@@ -111,16 +108,13 @@ def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until:
     with WorkerPool(setup.num_processes) as pool:
         metered = [metered_run(pool, setup, plan) for plan in (*known[:METERED], *unknown)]
         messages: list[float] = []
-        exchanges: list[float] = []
-        if setup.shards > 1:
-            exchanges = pool.run(time_exchanges, setup.device, EXCHANGE_BYTES, LINK_REPEATS)[0]
-        else:
+        if len(setup.stage_layers) > 1:
             messages = pool.run(time_messages, setup, MESSAGE_TOKENS, LINK_REPEATS)[0]
         for index in rounds(timed, MOST_RUNS, random.Random(0)):
             timed[index].append(timed_run(pool, setup, plans[index]))
             if time.monotonic() > until and min(map(len, timed)) > 0:
                 break
-    return Measured(metered, timed, messages, exchanges)
+    return Measured(metered, timed, messages)
 
 
 def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
@@ -164,7 +158,7 @@ def run(scale: Scale, *, shared: bool) -> dict[str, object]:
     measured = measure(setup, known, unknown, started + scale.seconds)
     samples = [plan_samples(plan, runs) for plan, runs in zip(known, measured.timed, strict=False)]
     ratios = memory_ratios(list(zip(known[:METERED], measured.metered, strict=False)), formula(setup, stage_layers))
-    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages, measured.exchanges)
+    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages)
     cost = profile.cost
     for name, fit in (("forward", profile.forward), ("backward", profile.backward)):
         print(f"{name} fit: {fit.quality.error_p50:.1%} / {fit.quality.error_p90:.1%} of {fit.quality.points} actions")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -105,8 +107,9 @@ def test_layers_are_told_from_stages() -> None:
 def test_windows_of_measured_and_described_stages(tmp_path: Path) -> None:
     types = ["sliding_attention"] * 5 + ["full_attention"]
     FAMILIES["gemma3"](num_hidden_layers=12, layer_types=types * 2).save_pretrained(tmp_path)
-    options = ProfileOptions(str(tmp_path), "cost.json", stages=4, processes=2)
+    options = ProfileOptions(str(tmp_path), "cost.json", stages=4, stage_layers=[3, 3, 3, 3], processes=2)
     setup, stage_layers = make_setup(options)
+    assert make_setup(dataclasses.replace(options, stage_layers=None))[1] == (5, 1, 5, 1)
     assert setup.stage_layers == (3, 3)
     assert formula(setup, stage_layers).layer_windows == ((17, 17, 17), (17, 17, 0)) * 2
     plan = DESIGN.plans(setup.stage_layers)[0]
@@ -122,7 +125,7 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["profile", str(tmp_path / "model"), str(output), *SIZES, *layout]) == 0
     cost = load_cost(output)
     assert cost.sequence_parallel == 2
-    assert cost.all_to_all.latency > 0
+    assert cost.all_to_all.latency == 0, "they are part of what the shared stages took"
     assert cost.states[0] == formula(Setup(make_config(), (1, 1)), (1, 1)).states[0] // 2
     assert cost.stage_layers == (1, 1)
     assert cost.forward.chunk > 0
@@ -132,6 +135,15 @@ def test_the_command_writes_a_cost_file(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "held-out actions" in shown
     assert f"wrote {output}" in shown
+
+
+def test_stages_are_measured_undivided_where_cores_lack(tmp_path: Path) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    arguments = ["profile", str(tmp_path / "model"), str(tmp_path / "cost.json"), *SIZES, "--stages", "1"]
+    assert main([*arguments, "--sequence_parallel", "2", "--threads", str(os.cpu_count())]) == 0
+    cost = load_cost(tmp_path / "cost.json")
+    assert cost.sequence_parallel == 2
+    assert cost.all_to_all.latency > 0
 
 
 def test_one_process_stands_for_many_stages(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from infinipipe.cost import AnalyticCost, ModelShape, PassTime, flop_cost, state_bytes
-from infinipipe.cost.work import chunk_work
+from infinipipe.cost import AnalyticCost, ModelShape, flop_cost, state_bytes
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
@@ -42,7 +41,6 @@ HELD_OUT = 5
 """Every so many plans, one is kept for judging the fit."""
 MESSAGE_REPEATS = 20
 OPTIMIZER_REPEATS = 5
-LEAST_ALONE = 0.1
 TIMEOUT = 3600.0
 """Seconds that a message may take: as long as the largest chunk of a large model."""
 ADAMW_BYTES = 16
@@ -61,7 +59,7 @@ class Measured:
         timed: every plan with its runs for times, layout after layout.
         messages: seconds of messages of ``MESSAGE_TOKENS``; empty if there is one device.
         optimizer: seconds of an optimizer step of every measured stage's whole parameters.
-        exchanges: seconds of all-to-alls of ``EXCHANGE_BYTES``; empty without sequence parallelism.
+        exchanges: seconds of all-to-alls of ``EXCHANGE_BYTES``; empty where the runs have those that they need.
     """
 
     metered: list[tuple[Plan, Run]]
@@ -160,7 +158,7 @@ def measure(
         pair = dataclasses.replace(setup, stage_layers=(1, 1), shards=1)
         with WorkerPool(2, backend=backend) as pool:
             messages = parts.get("messages", lambda: pool.run(time_messages, pair, MESSAGE_TOKENS, MESSAGE_REPEATS)[0])
-    if setup.sequence_parallel > 1:
+    if setup.sequence_parallel > setup.shards:
         with WorkerPool(setup.sequence_parallel, backend=backend) as pool:
             arguments = (setup.device, EXCHANGE_BYTES, MESSAGE_REPEATS)
             exchanges = parts.get("exchanges", lambda: pool.run(time_exchanges, *arguments)[0])
@@ -210,7 +208,7 @@ def fit_samples(
     """Fit a cost model to the ``samples`` of every plan, judged by every fifth plan.
 
     ``message_seconds`` are those of ``MESSAGE_TOKENS``, empty if there is one device; ``exchange_seconds`` those of
-    ``EXCHANGE_BYTES``, empty without sequence parallelism. Raises ``ValueError``.
+    ``EXCHANGE_BYTES``, empty if the samples have the all-to-alls that are needed. Raises ``ValueError``.
     """
     base = formula(setup, stage_layers)
     base = dataclasses.replace(
@@ -220,9 +218,8 @@ def fit_samples(
         ),
         all_to_all=fit_link(EXCHANGE_BYTES[: len(exchange_seconds)], exchange_seconds),
     )
-    alone = [[without_exchanges(sample, base) for sample in part] for part in samples]
-    kept = [sample for p, part in enumerate(alone) if p % HELD_OUT for sample in part]
-    held_out = [sample for part in alone[::HELD_OUT] for sample in part]
+    kept = [sample for p, part in enumerate(samples) if p % HELD_OUT for sample in part]
+    held_out = [sample for part in samples[::HELD_OUT] for sample in part]
     forward, backward = (fit_pass(kept, held_out, kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
     cost = dataclasses.replace(
         base,
@@ -234,16 +231,6 @@ def fit_samples(
         source=_source(setup, forward, backward),
     )
     return Profile(cost, forward, backward, ratios)
-
-
-def without_exchanges(sample: Sample, cost: AnalyticCost) -> Sample:
-    """The sample without what the all-to-alls of a divided stage take, by ``cost``; at least ``LEAST_ALONE`` of it."""
-    if sample.shards == 1:
-        return sample
-    exchanges = cost.layers_time(
-        PassTime(pair=0.0, token=0.0), chunk_work(sample.chunk), sample.layers + sample.recomputed
-    )
-    return dataclasses.replace(sample, seconds=max(sample.seconds - exchanges, LEAST_ALONE * sample.seconds))
 
 
 def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
