@@ -100,6 +100,14 @@ def test_the_table_holds_what_the_methods_say(time: PassTime | None) -> None:
     np.testing.assert_allclose(fast.layer_recompute, mean, rtol=1e-12)
 
 
+@pytest.mark.parametrize("windows", [(), (40,), (40, 40, 0)])
+def test_the_table_agrees_on_stages_without_layers(windows: tuple[int, ...]) -> None:
+    cost = flop_cost(dataclasses.replace(SHAPE, windows=windows), (4, 0, 3, 0), element_bytes=4)
+    cost = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, backward_context=1e5))
+    fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
+    np.testing.assert_allclose(fast.backward_transient_full, slow.backward_transient_full, atol=1.0)
+
+
 @pytest.mark.parametrize("windows", [(), (0,), (10**6,), (0, 0, 10**6)])
 def test_windows_that_limit_nothing_change_nothing(windows: tuple[int, ...]) -> None:
     plain, cost = (cost_of(dataclasses.replace(SHAPE, windows=w), TIME) for w in ((), windows))

@@ -168,8 +168,9 @@ class AnalyticCost:
 
     @cached_property
     def _widest(self) -> tuple[int, ...]:
-        """A window of every stage that no layer of it exceeds."""
-        return tuple(0 if 0 in windows else max(windows, default=0) for windows in self.layer_windows)
+        """A window of every stage that no layer of it exceeds; one of the model's where it has no layers."""
+        default = min(self.window_counts)
+        return tuple(0 if 0 in windows else max(windows, default=default) for windows in self.layer_windows)
 
     @property
     def pair_seconds(self) -> dict[int, float]:
@@ -311,7 +312,7 @@ class AnalyticCost:
         works = chunks_work(chunks, tuple(self.window_counts))
         work = next(iter(works.values()))
         means = [mean_work(works, windows) for windows in self.layer_windows]
-        widest = [works.get(window, work) for window in self._widest]
+        widest = [works[window] for window in self._widest]
         stages = range(self.num_stages)
 
         def rows(function: Callable[[int], FloatArray]) -> FloatArray:
