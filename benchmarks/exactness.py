@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from infinipipe.model import split_layers
+from infinipipe.cost import even_stages
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.runtime import GatherPolicy, Layout
 from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan, run_in_pool
@@ -35,7 +35,7 @@ def random_case(seed: int) -> Case:
         lengths += [1, 2]
     rng.shuffle(lengths)
     recompute = rng.choice(["none", "all", "random", "random"])
-    plan = random_plan(rng, lengths, split_layers(4, num_stages), recompute=recompute)
+    plan = random_plan(rng, lengths, even_stages(4, num_stages), recompute=recompute)
     return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
 
 
@@ -46,7 +46,7 @@ def pointed_cases() -> list[Case]:
         lengths = [96, 1, 2]
         first, second, third = cut(0, 96, [32, 64])
         chunks = (Chunk((first,)), Chunk((second,)), Chunk((third, *whole(lengths, [1, 2]))))
-        layers = split_layers(4, 4)
+        layers = even_stages(4, 4)
         recompute = [[n] * 3 for n in layers]
         replica = build_replica([Pipeline(chunks)], 4, recompute=recompute)
         cases.append(Case(family(), Plan(layers, tuple(lengths), (replica,)), seed=number, masked=0.4))
@@ -74,7 +74,7 @@ def layout_case(seed: int, layout: Layout) -> Case:
     rng = random.Random(seed)
     config = list(FAMILIES.values())[seed % len(FAMILIES)]()
     lengths = [137, 89, 1] + ([rng.choice([2041, 41])] if seed % 4 == 0 else [])
-    stage_layers = split_layers(4, layout.stages)
+    stage_layers = even_stages(4, layout.stages)
     plan = random_plan(rng, lengths, stage_layers, num_replicas=layout.replicas)
     return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.4]))
 

@@ -120,9 +120,12 @@ def test_shape_from_a_configuration() -> None:
 
 def test_stages_are_even_with_lighter_ends() -> None:
     assert even_stages(8, 4) == (2, 2, 2, 2)
+    assert even_stages(9, 4) == (2, 3, 2, 2)
     assert even_stages(10, 4) == (2, 3, 3, 2)
-    assert even_stages(3, 2) in ((1, 2), (2, 1))
+    assert even_stages(11, 4) == (3, 3, 3, 2)
     with pytest.raises(CostError, match="at most 3 stages"):
         even_stages(3, 4)
+    with pytest.raises(CostError, match="must be at least 1"):
+        even_stages(3, 0)
     with pytest.raises(CostError, match="has 8 layers"):
         flop_cost(SHAPE, (2, 2))

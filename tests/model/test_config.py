@@ -22,7 +22,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from infinipipe.model import UnsupportedModelError, load_config, split_layers
+from infinipipe.model import UnsupportedModelError, load_config
 from infinipipe.verify import FAMILIES, self_check
 from infinipipe.verify.selfcheck import shrink
 
@@ -114,28 +114,6 @@ def test_a_habit_outside_the_layers_is_found_without_a_name(monkeypatch: pytest.
     monkeypatch.setattr(LlamaModel, "forward", scaled)
     with pytest.raises(UnsupportedModelError, match="the family is not supported"):
         self_check(LlamaConfig(num_hidden_layers=2))
-
-
-def test_layers_are_even_with_the_ends_spared() -> None:
-    assert split_layers(8, 4) == (2, 2, 2, 2)
-    assert split_layers(9, 4) == (2, 3, 2, 2)
-    assert split_layers(10, 4) == (2, 3, 3, 2)
-    assert split_layers(11, 4) == (3, 3, 3, 2)
-    assert split_layers(5, 2, [4, 1]) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "split", "message"),
-    [
-        (4, 0, None, "must be at least 1"),
-        (4, 5, None, "use at most 4 stages"),
-        (4, 2, [1, 2], "sum to the model's 4 layers"),
-        (4, 2, [5, -1], "sum to the model's 4 layers"),
-    ],
-)
-def test_impossible_splits_are_named(layers: int, stages: int, split: list[int] | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_layers(layers, stages, split)
 
 
 def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:

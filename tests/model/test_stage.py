@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infinipipe.model import build_stage, split_layers
+from infinipipe.cost import even_stages
+from infinipipe.model import build_stage
 from infinipipe.model.weights import INDEX, write_index, write_shard
 from infinipipe.runtime import MemoryMeter
 from infinipipe.verify import FAMILIES
@@ -17,7 +18,7 @@ from infinipipe.verify import FAMILIES
 
 def states(family: str, num_stages: int, **kwargs: object) -> list[dict[str, torch.Tensor]]:
     config = FAMILIES[family]()
-    layers = split_layers(config.num_hidden_layers, num_stages)
+    layers = even_stages(config.num_hidden_layers, num_stages)
     return [build_stage(config, layers, i, **kwargs).model.state_dict() for i in range(num_stages)]  # type: ignore[arg-type]
 
 
@@ -39,7 +40,7 @@ def test_buffers_are_those_of_the_plain_model() -> None:
         config = make()
         plain = dict(AutoModelForCausalLM.from_config(config).named_buffers())
         for index in range(2):
-            stage = build_stage(config, split_layers(4, 2), index, dtype=torch.bfloat16)
+            stage = build_stage(config, even_stages(4, 2), index, dtype=torch.bfloat16)
             for name, buffer in stage.model.named_buffers():
                 assert torch.equal(buffer, plain[name]), (family, name)
                 assert buffer.dtype == plain[name].dtype
@@ -47,7 +48,7 @@ def test_buffers_are_those_of_the_plain_model() -> None:
 
 def test_a_stage_holds_its_share_and_never_more() -> None:
     config = FAMILIES["llama"](num_hidden_layers=16, hidden_size=64, intermediate_size=256, vocab_size=1000)
-    layers = split_layers(16, 4)
+    layers = even_stages(16, 4)
     for index in range(4):
         with MemoryMeter() as meter:
             stage = build_stage(config, layers, index)

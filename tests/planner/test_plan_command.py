@@ -49,6 +49,18 @@ def test_cost_files_and_configurations_are_models_too(lengths_file: Path, tmp_pa
     assert run([str(lengths_file), str(config), "--stages", "2", "--max_slices", "2"]) == 0
 
 
+def test_stages_of_a_configuration_are_balanced_for_the_lengths(lengths_file: Path, tmp_path: Path) -> None:
+    config, plan = tmp_path / "config.json", str(tmp_path / "plan.json")
+    config.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, '
+        '"num_attention_heads": 4, "vocab_size": 4000}'
+    )
+    for context, layers in (("9000", (2, 2)), ("50", (3, 1))):
+        arguments = [str(lengths_file), str(config), "--stages", "2", "--max_slices", "2", "--context", context]
+        assert run([*arguments, "--output", plan]) == 0
+        assert load(plan).stage_layers == layers
+
+
 def test_errors_are_in_words(lengths_file: Path) -> None:
     with pytest.raises(ValueError, match="neither a file nor a preset"):
         run([str(lengths_file), "8b-b200"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinipipe.model import split_layers
+from infinipipe.cost import even_stages
 from infinipipe.plan import Plan
 from infinipipe.runtime import Executor, Layout, Parameters, clip_gradients, gradient_norm, sync_tied_gradients
 from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan
@@ -48,7 +48,7 @@ def _train(rank: int, case: Case, steps: int, max_norm: float) -> tuple[list[flo
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_training_equals_the_plain_models(pool: WorkerPool, family: str, num_stages: int) -> None:
     """Norms and weights over some clipped steps: each parameter counted once, tied copies kept equal."""
-    plan = random_plan(random.Random(4), [41, 17, 89], split_layers(4, num_stages))
+    plan = random_plan(random.Random(4), [41, 17, 89], even_stages(4, num_stages))
     case = Case(FAMILIES[family](), plan, seed=2)
     results = pool.run(_train, case, 4, 0.5)
     one = Plan((4,), plan.lengths, ())

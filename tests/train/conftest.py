@@ -82,7 +82,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(config: Path) -> Finished:
-    """A run planned on a cost file, with timelines of its second step."""
+    """A run planned on a cost file, whose stages are not those it would have without, with timelines of its second step."""
     cost = config.with_name("cost.json")
-    save_cost(flop_cost(SHAPE, (2, 1), element_bytes=4, flops_per_second=1e9, chunk_seconds=0.25), cost)
-    return train(config, "--train.timeline_steps", "[2]", "--plan.cost", str(cost), "--parallel.stage_layers", "[2, 1]")
+    save_cost(flop_cost(SHAPE, (1, 2), element_bytes=4, flops_per_second=1e9, chunk_seconds=0.25), cost)
+    return train(config, "--train.timeline_steps", "[2]", "--plan.cost", str(cost))

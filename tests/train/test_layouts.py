@@ -136,6 +136,15 @@ def test_resuming_in_another_layout_keeps_the_trajectory(
     assert losses(records) == pytest.approx(expected[SAVED:], abs=1e-4)
 
 
+def test_resuming_with_other_layers_a_stage_keeps_the_trajectory(
+    pool: Workers, settings: Settings, runs: dict[Layout, Ran], expected: list[float], tmp_path: Path
+) -> None:
+    uneven = with_parallel(settings, stage_layers=[1, 2])
+    records = resumed(pool, uneven, (2, 2, 1), runs[2, 2, 1].saved, tmp_path)
+    assert losses(records) == pytest.approx(expected[SAVED:], abs=1e-4)
+    assert [record["plan_hash"] for record in records] != [r["plan_hash"] for r in runs[2, 2, 1].records[SAVED:]]
+
+
 def test_bfloat16_released_parameters_and_another_order(
     pool: Workers, settings: Settings, expected: list[float], tmp_path: Path
 ) -> None:

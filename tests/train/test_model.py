@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from infinipipe.data import DataSettings
 from infinipipe.train.model import model_config
 from infinipipe.train.planning import StepPlanner
-from infinipipe.train.settings import ModelSettings, PlanSettings, Settings
+from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
@@ -58,18 +57,26 @@ def test_missing_path_and_other_kind_are_refused(tmp_path: Path) -> None:
         model_config(ModelSettings(path=str(tmp_path), config={"model_type": "qwen2"}), vocab_size=300)
 
 
-def planner(**plan: Any) -> StepPlanner:
-    settings = Settings(
-        model=ModelSettings(config=FIELDS), data=DataSettings(files=["x"]), plan=replace(PlanSettings(), **plan)
+def settings_of(
+    *, config: dict[str, Any] | None = None, plan: dict[str, Any] | None = None, **parallel: Any
+) -> Settings:
+    return Settings(
+        model=ModelSettings(config=FIELDS | (config or {})),
+        data=DataSettings(files=["x"]),
+        plan=PlanSettings(**plan or {}),
+        parallel=ParallelSettings(**{"stages": 2} | parallel),
     )
-    return StepPlanner(settings, model_config(settings.model, vocab_size=300), (2, 2))
+
+
+def planner(settings: Settings, length: int = 200) -> StepPlanner:
+    return StepPlanner(settings, model_config(settings.model, vocab_size=300), length)
 
 
 def test_plans_keep_to_the_settings() -> None:
-    plan = planner(num_slices=5, recompute="all").plan([500, 20, 30])
+    plan = planner(settings_of(plan={"num_slices": 5, "recompute": "all"})).plan([500, 20, 30])
     assert max(pipeline.num_splits for pipeline in plan.replicas[0].pipelines) == 5
     assert {layers for row in plan.replicas[0].recompute for layers in row} == {2}
-    capped = planner(token_capacity=64).plan([500, 20, 30])
+    capped = planner(settings_of(plan={"token_capacity": 64})).plan([500, 20, 30])
     assert max(chunk.num_tokens for chunk in capped.all_chunks()) <= 64
 
 
@@ -83,4 +90,29 @@ def test_plans_keep_to_the_settings() -> None:
 )
 def test_impossible_plans_are_refused(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        planner(**plan).plan([500, 20, 30])
+        planner(settings_of(plan=plan)).plan([500, 20, 30])
+
+
+def test_stages_are_balanced_for_the_data_unless_the_settings_say() -> None:
+    assert planner(settings_of()).cost.stage_layers == (2, 2)
+    wide = {"vocab_size": 1500}
+    assert planner(settings_of(config=wide)).cost.stage_layers == (3, 1)
+    assert planner(settings_of(config=wide), length=50_000).cost.stage_layers == (2, 2)
+    assert planner(settings_of(config=wide, stage_layers=[0, 4])).cost.stage_layers == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"stages": 5}, "parallel.stages is 5, but the model has 4 layers; use at most 4 stages"),
+        (
+            {"stage_layers": [1, 2]},
+            r"parallel.stage_layers \[1, 2\] must name 2 counts that sum to the model's 4 layers",
+        ),
+        ({"stage_layers": [5, -1]}, r"parallel.stage_layers \[5, -1\] must name 2 counts"),
+        ({"stage_layers": [1, 1, 2]}, r"parallel.stage_layers \[1, 1, 2\] must name 2 counts"),
+    ],
+)
+def test_impossible_stages_are_named(parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planner(settings_of(**parallel))

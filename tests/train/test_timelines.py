@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_chosen_steps_leave_timelines(finished: Finished) -> None:
             list(row) for row in plan.replicas[0].actions
         ]
     assert predicted.makespan > 0.25
+    assert plan.stage_layers == (1, 2)
     (record,) = (record for record in finished.metrics("step") if record["step"] == 2)
     assert record["plan_hash"] == plan.hash
     assert measured.makespan < record["seconds"]
@@ -40,11 +42,23 @@ def test_chosen_steps_leave_timelines(finished: Finished) -> None:
         assert measured.peak(stage) == pytest.approx(states + peak)
 
 
-def test_a_cost_file_of_other_stages_is_refused(config: Path, tmp_path: Path) -> None:
-    save_cost(flop_cost(SHAPE, (1, 2), element_bytes=4), tmp_path / "cost.json")
-    settings, _ = read_settings([str(config), "--plan.cost", str(tmp_path / "cost.json")])
-    with pytest.raises(CostError, match=r"describes stages of \[1, 2\] layers, but the run has \[2, 1\]"):
-        StepPlanner(settings, model_config(settings.model, 300), (2, 1))
+@pytest.mark.parametrize(
+    ("layers", "overrides", "message"),
+    [
+        ((1, 2), ["--parallel.stage_layers", "[2, 1]"], r"\[1, 2\] layers, but parallel.stage_layers is \[2, 1\]"),
+        ((1, 1, 1), [], r"\[1, 1, 1\] layers, but the run has parallel.stages 2 and a model of 3 layers"),
+        ((2, 2), [], r"\[2, 2\] layers, but the run has parallel.stages 2 and a model of 3 layers"),
+        ((1, 2), ["--parallel.sequence_parallel", "2"], "is of sequence_parallel 1, but the run has 2"),
+    ],
+)
+def test_a_cost_file_of_another_layout_is_refused(
+    config: Path, tmp_path: Path, layers: tuple[int, ...], overrides: list[str], message: str
+) -> None:
+    shape = replace(SHAPE, layers=sum(layers))
+    save_cost(flop_cost(shape, layers, element_bytes=4), tmp_path / "cost.json")
+    settings, _ = read_settings([str(config), "--plan.cost", str(tmp_path / "cost.json"), *overrides])
+    with pytest.raises(CostError, match=message):
+        StepPlanner(settings, model_config(settings.model, 300), 1000)
 
 
 def test_steps_count_from_one(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

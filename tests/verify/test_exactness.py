@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.model import split_layers
+from infinipipe.cost import even_stages
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.verify import FAMILIES, Case, WorkerError, WorkerPool, random_plan, run_in_pool, run_locally
 
@@ -26,7 +26,7 @@ def pool() -> Iterator[WorkerPool]:
 
 def draw(rng: random.Random, family: str, num_stages: int, *, num_replicas: int = 1, seed: int = 0) -> Case:
     lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 5))]
-    layers = split_layers(4, num_stages)
+    layers = even_stages(4, num_stages)
     plan = random_plan(rng, lengths, layers, recompute=rng.choice(["none", "all", "random"]), num_replicas=num_replicas)
     return Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5]))
 
@@ -56,7 +56,7 @@ def test_random_plans_are_exact_on_processes(pool: WorkerPool) -> None:
 def test_float32_is_close(pool: WorkerPool) -> None:
     rng = random.Random(3)
     for number, family in enumerate(sorted(FAMILIES)):
-        plan = random_plan(rng, [137, 41, 5], split_layers(4, 2))
+        plan = random_plan(rng, [137, 41, 5], even_stages(4, 2))
         outcome = run_in_pool(pool, Case(FAMILIES[family](), plan, dtype="float32", seed=number))
         assert outcome.gradient_error < 1e-4
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.model import IGNORE, ChunkContext, KVStore, split_layers
+from infinipipe.cost import even_stages
+from infinipipe.model import IGNORE, ChunkContext, KVStore
 from infinipipe.model import loss as loss_module
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.runtime import Batch, Executor
@@ -23,7 +24,7 @@ def make_case() -> Case:
     """Three equal slices, every layer recomputed, the last one beside whole sequences."""
     first, second, third = cut(0, 96, [32, 64])
     chunks = (Chunk((first,)), Chunk((second,)), Chunk((third, *whole(LENGTHS, [1, 2]))))
-    layers = split_layers(4, 2)
+    layers = even_stages(4, 2)
     replica = build_replica([Pipeline(chunks)], 2, recompute=[[n] * 3 for n in layers])
     return Case(FAMILIES["llama"](), Plan(layers, LENGTHS, (replica,)), seed=3)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinipipe.cli.options import MOST_GIB, parse_options
-from infinipipe.cost import AnalyticCost, CostError, ModelShape, even_stages, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes, typical_length
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
 from infinipipe.plan import ChunkKind, Plan, PlanError, cut_sequences, num_splits, save
@@ -34,7 +34,7 @@ class PlanOptions:
     Attributes:
         lengths: sequence lengths: a file with one a line, a JSON list, a NumPy array, or the folder of a tokenized corpus.
         model: a preset such as 7b-a100, a cost file, or a Hugging Face config.json or its folder.
-        stages: pipeline stages; a cost file brings its own.
+        stages: pipeline stages; those of a Hugging Face configuration take equal time, those of a preset equally many layers, and a cost file brings its own.
         sequence_parallel: devices that share a stage's tokens; a cost file brings its own.
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
@@ -107,8 +107,8 @@ class PlanOptions:
 def run(arguments: Sequence[str]) -> int:
     """Plan a step, print the summary, write the plan."""
     options = parse_options(PlanOptions, "plan", "Plan one step over sequences of given lengths.", arguments)
-    cost = read_cost(options)
     lengths = batch_lengths(options)
+    cost = read_cost(options, lengths)
     settings = options.planner_settings()
     plan = plan_step(lengths, cost, settings)
     console = Console(highlight=False)
@@ -123,8 +123,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read_cost(options: PlanOptions) -> AnalyticCost:
-    """The cost model that ``options.model`` names. Raises ``CostError``."""
+def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
+    """The cost model that ``options.model`` names, for a step over ``lengths``. Raises ``CostError``."""
     path = Path(options.model)
     if options.model in preset_names():
         return preset(
@@ -139,7 +139,7 @@ def read_cost(options: PlanOptions) -> AnalyticCost:
         )
     if path.is_dir() or path.name == "config.json":
         shape = ModelShape.from_file(path)
-        stages = even_stages(shape.layers, options.stages)
+        stages = balanced_stages(shape, options.stages, typical_length(lengths))
         return flop_cost(
             shape,
             stages,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infinipipe.cli.options import parse_options
-from infinipipe.cost import ModelShape, even_stages
+from infinipipe.cost import ModelShape, balanced_stages
 from infinipipe.cost.files import save_cost
 from infinipipe.settings import SettingError, require_range
 
@@ -30,8 +30,8 @@ class ProfileOptions:
     Attributes:
         model: a Hugging Face config.json or its folder.
         output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
-        stages: pipeline stages that the cost file describes, of as even a number of layers as possible.
-        stage_layers: layers of each of them, such as "[2, 1]", where they are uneven.
+        stages: pipeline stages that the cost file describes.
+        stage_layers: layers of each of them, such as "[2, 1]"; if not given, they take equal time for sequences of longest tokens.
         processes: stages that are measured at once; by default as many as stages, devices and cores allow.
         layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2, or
             as many as it takes to have layers of every window.
@@ -118,7 +118,8 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     config = load_config(options.model)
     check_supported(config)
     if options.stage_layers is None:
-        stage_layers = even_stages(config.num_hidden_layers, options.stages)
+        shape = ModelShape.from_config(config.to_dict())
+        stage_layers = balanced_stages(shape, options.stages, options.longest)
     else:
         stage_layers = tuple(options.stage_layers)
         if sum(stage_layers) != config.num_hidden_layers or min(stage_layers) < 1:

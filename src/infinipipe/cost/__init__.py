@@ -1,6 +1,7 @@
 """Time and memory of chunks at stages; hardware and model descriptions. Imports no torch."""
 
 from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
+from infinipipe.cost.balance import balanced_stages, typical_length
 from infinipipe.cost.files import load_cost, save_cost
 from infinipipe.cost.flops import flop_cost, memory_use, state_bytes
 from infinipipe.cost.interface import CostModel
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryUse",
     "ModelShape",
     "PassTime",
+    "balanced_stages",
     "even_stages",
     "flop_cost",
     "load_cost",
@@ -26,4 +28,5 @@ __all__ = [
     "save_cost",
     "state_bytes",
     "tabulate",
+    "typical_length",
 ]

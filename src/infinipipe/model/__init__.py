@@ -1,7 +1,7 @@
 """Hugging Face causal language models as pipeline stages, attention with context, loss in token blocks."""
 
 from infinipipe.model.attention import ChunkContext
-from infinipipe.model.config import UnsupportedModelError, check_supported, load_config, split_layers, text_config
+from infinipipe.model.config import UnsupportedModelError, check_supported, load_config, text_config
 from infinipipe.model.kv_store import KVStore
 from infinipipe.model.loss import IGNORE, LossHead, LossTarget, block_loss
 from infinipipe.model.sequence import SequenceShard, ulysses_degree
@@ -20,7 +20,6 @@ __all__ = [
     "build_stage",
     "check_supported",
     "load_config",
-    "split_layers",
     "text_config",
     "ulysses_degree",
 ]

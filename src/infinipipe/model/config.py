@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,29 +101,3 @@ def _types_in(parameters: Any) -> Iterator[str]:
             yield parameters[key]
     for value in parameters.values():
         yield from _types_in(value)
-
-
-def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers of every stage: as ``layers`` says, or even, with what is left over in the middle.
-
-    The first stage also embeds and the last computes the head, so neither gets an extra layer while another stage can.
-    Raises ``ValueError`` for a split that does not fit the model.
-    """
-    if num_stages < 1:
-        raise ValueError(f"parallel.stages is {num_stages}; it must be at least 1")
-    if layers is not None:
-        if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 0:
-            raise ValueError(
-                f"parallel.stage_layers {list(layers)} must name {num_stages} counts that sum to the model's {num_layers} layers"
-            )
-        return tuple(layers)
-    if num_stages > num_layers:
-        raise ValueError(
-            f"parallel.stages is {num_stages}, but the model has {num_layers} layers; use at most {num_layers} stages"
-        )
-    base, extra = divmod(num_layers, num_stages)
-    middle_first = sorted(
-        range(num_stages), key=lambda stage: (stage in (0, num_stages - 1), stage == num_stages - 1, stage)
-    )
-    bonus = set(middle_first[:extra])
-    return tuple(base + (stage in bonus) for stage in range(num_stages))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infinipipe.cost import typical_length
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
@@ -88,9 +89,10 @@ class Run:
         job, settings = self._job, self._settings
         corpus = self._open_corpus()
         vocab_size = job.on_first(lambda: len(_of_first(corpus).tokenizer))
+        length = job.on_first(lambda: typical_length(_of_first(corpus).train.lengths))
         config = job.everywhere(lambda: model_config(settings.model, vocab_size))
         job.on_first(lambda: self_check(config))
-        trainer = Trainer(job, settings, config, self._progress)
+        trainer = Trainer(job, settings, config, length, self._progress)
         checkpoints = Checkpoints(
             self._folder,
             job,

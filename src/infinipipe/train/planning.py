@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import AnalyticCost, CostError, ModelShape, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes
 from infinipipe.cost.files import load_cost
 from infinipipe.plan import Plan
 from infinipipe.planner import PlannerSettings, plan_step
-from infinipipe.train.settings import Settings
+from infinipipe.settings import SettingError
+from infinipipe.train.settings import ParallelSettings, Settings
 
 GIB = 2**30
 ADAMW_BYTES = 16
@@ -42,31 +43,35 @@ def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ..
 class StepPlanner:
     """Plans steps on the cost file of the settings, or on a cost model that follows from the model's shape.
 
+    Where the settings do not say how many layers a stage has, the cost file does, and where there is none, stages are
+    balanced for sequences of ``length`` tokens.
+
     Attributes:
         cost: that model.
         settings: the planner's settings.
 
-    Raises ``ValueError`` for settings that the planner refuses, and for a model whose shape it cannot read.
+    Raises ``ValueError`` for settings that the planner refuses or that do not fit the model, and for a model whose shape it
+    cannot read.
     """
 
-    def __init__(self, settings: Settings, config: PretrainedConfig, stage_layers: tuple[int, ...]) -> None:
+    def __init__(self, settings: Settings, config: PretrainedConfig, length: int) -> None:
         plan = settings.plan
-        dtype: torch.dtype = getattr(torch, settings.model.dtype)
         shape = ModelShape.from_config(config.to_dict())
-        states = states_of(settings, shape, stage_layers)
+        given = _given_layers(settings.parallel, shape)
         if plan.cost:
-            self.cost = _measured_cost(settings, stage_layers, states)
+            cost = _measured_cost(settings, shape, given)
         else:
-            self.cost = flop_cost(
+            dtype: torch.dtype = getattr(torch, settings.model.dtype)
+            cost = flop_cost(
                 shape,
-                stage_layers,
+                given or balanced_stages(shape, settings.parallel.stages, length),
                 element_bytes=dtype.itemsize,
                 flops_per_second=plan.flops_per_second,
                 chunk_seconds=plan.chunk_seconds,
                 sequence_parallel=settings.parallel.sequence_parallel,
-                states=states,
                 block_tokens=settings.train.loss_block_tokens,
             )
+        self.cost = dataclasses.replace(cost, states=states_of(settings, shape, cost.stage_layers))
         self.settings = PlannerSettings(
             planner=plan.planner,
             memory_budget=round(plan.memory_budget * GIB) or None,
@@ -85,17 +90,38 @@ class StepPlanner:
         return plan
 
 
-def _measured_cost(settings: Settings, stage_layers: tuple[int, ...], states: tuple[int, ...]) -> AnalyticCost:
-    """The cost file of the settings, with the states of this run. Raises ``CostError`` if it is of another layout."""
-    cost = load_cost(settings.plan.cost)
-    if cost.stage_layers != stage_layers:
-        raise CostError(
-            f"plan.cost {settings.plan.cost} describes stages of {list(cost.stage_layers)} layers, but the run has "
-            f"{list(stage_layers)}; profile this layout"
+def _given_layers(parallel: ParallelSettings, shape: ModelShape) -> tuple[int, ...] | None:
+    """Layers of every stage if the settings say. Raises ``SettingError`` if the model has no such stages."""
+    given, stages = parallel.stage_layers, parallel.stages
+    if given is None:
+        if stages > shape.layers:
+            raise SettingError(
+                f"parallel.stages is {stages}, but the model has {shape.layers} layers; use at most {shape.layers} stages"
+            )
+        return None
+    if len(given) != stages or sum(given) != shape.layers or min(given) < 0:
+        raise SettingError(
+            f"parallel.stage_layers {given} must name {stages} counts that sum to the model's {shape.layers} layers"
         )
-    if cost.sequence_parallel != settings.parallel.sequence_parallel:
+    return tuple(given)
+
+
+def _measured_cost(settings: Settings, shape: ModelShape, given: tuple[int, ...] | None) -> AnalyticCost:
+    """The cost file of the settings, with its own states. Raises ``CostError`` if it is of another layout."""
+    cost, parallel = load_cost(settings.plan.cost), settings.parallel
+    described = f"plan.cost {settings.plan.cost} describes stages of {list(cost.stage_layers)} layers"
+    if (cost.num_stages, sum(cost.stage_layers)) != (parallel.stages, shape.layers):
+        raise CostError(
+            f"{described}, but the run has parallel.stages {parallel.stages} and a model of {shape.layers} layers; "
+            "profile this layout"
+        )
+    if given is not None and given != cost.stage_layers:
+        raise CostError(
+            f"{described}, but parallel.stage_layers is {list(given)}; leave that out, or profile this layout"
+        )
+    if cost.sequence_parallel != parallel.sequence_parallel:
         raise CostError(
             f"plan.cost {settings.plan.cost} is of sequence_parallel {cost.sequence_parallel}, but the run has "
-            f"{settings.parallel.sequence_parallel}; profile this layout"
+            f"{parallel.sequence_parallel}; profile this layout"
         )
-    return dataclasses.replace(cost, states=states)
+    return cost

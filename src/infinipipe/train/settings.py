@@ -89,7 +89,7 @@ class ParallelSettings:
         replicas: data-parallel copies of the pipeline, among which each step's sequences are divided
         mesh_order: from what ranks far apart differ in to what neighbouring ranks do, which are of one machine
         gather_policy: whether parameters that processes share stay gathered through a step, or are released after each use
-        stage_layers: decoder layers of every stage; even if not given
+        stage_layers: decoder layers of every stage; if not given, those of plan.cost, else such that all stages take equal time for the training data
         device: auto takes CUDA where there is a device for every process, else the CPU
         threads: of each process on the CPU
     """

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from infinipipe.data import Sequences
-from infinipipe.model import Stage, build_stage, split_layers
+from infinipipe.model import Stage, build_stage
 from infinipipe.plan import Chunk, Plan
 from infinipipe.runtime import (
     AllocatorMeter,
@@ -81,17 +81,19 @@ def layout_of(settings: Settings) -> Layout:
 class Trainer:
     """One process's stage with its optimizer. Constructing it is a collective of the job; so is every method.
 
+    Args:
+        length: typical length of the training sequences, see :class:`StepPlanner`.
+
     Raises ``ValueError`` for settings that do not fit the model.
     """
 
     def __init__(
-        self, job: Job, settings: Settings, config: PretrainedConfig, progress: Progress | None = None
+        self, job: Job, settings: Settings, config: PretrainedConfig, length: int, progress: Progress | None = None
     ) -> None:
         self.job, self.settings, self.config = job, settings, config
         self._progress = progress
-        self.stage_layers = job.everywhere(
-            lambda: split_layers(config.num_hidden_layers, settings.parallel.stages, settings.parallel.stage_layers)
-        )
+        self.planner = job.everywhere(lambda: StepPlanner(settings, config, length))
+        self.stage_layers = self.planner.cost.stage_layers
         self.mesh = Mesh(layout_of(settings).for_heads(config.num_attention_heads), job.device.type)
         self.doing("building the stage")
         self.stage, self.parameters = self._build()
@@ -104,7 +106,6 @@ class Trainer:
             announce=None if progress is None else progress.doing,
         )
         self.optimizer = build_optimizer((p for _, p in self.parameters.named()), settings.optimizer)
-        self.planner = job.everywhere(lambda: StepPlanner(settings, config, self.stage_layers))
         self._meter = MemoryMeter()
 
     def _build(self) -> tuple[Stage, Parameters]:

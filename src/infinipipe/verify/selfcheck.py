@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from infinipipe.model import UnsupportedModelError, check_supported, split_layers
+from infinipipe.cost import even_stages
+from infinipipe.model import UnsupportedModelError, check_supported
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.verify.cases import Case, run_locally
 
@@ -52,7 +53,7 @@ def self_check(config: PretrainedConfig) -> None:
     lengths = (29, 2 * _POSITIONS + 9, 3)
     first, *middle, last = cut(1, lengths[1], [7, 22, 30])
     chunks = (Chunk((first,)), *(Chunk((piece,)) for piece in middle), Chunk((last, *whole(lengths, [0, 2]))))
-    layers = split_layers(small.num_hidden_layers, num_stages)
+    layers = even_stages(small.num_hidden_layers, num_stages)
     recompute = [[count, 0, count // 2, count] for count in layers]
     replica = build_replica([Pipeline(chunks)], num_stages, recompute=recompute)
     case = Case(small, Plan(layers, lengths, (replica,)), seed=1)
