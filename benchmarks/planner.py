@@ -28,7 +28,15 @@ from pathlib import Path
 
 import numpy as np
 
-from infinipipe.cost import AnalyticCost, ModelShape, even_stages, flop_cost, state_bytes
+from infinipipe.cost import (
+    AnalyticCost,
+    ModelShape,
+    balanced_stages,
+    even_stages,
+    flop_cost,
+    state_bytes,
+    typical_length,
+)
 from infinipipe.cost.presets import MODELS, RESIDENT_CHUNK_SHARE, preset
 from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
 from infinipipe.planner.chunking import balanced_chunking
@@ -41,7 +49,7 @@ from infinipipe.simulate import simulate_plan
 
 BYTES_PER_TOKEN = 4.0
 BUDGET = 72_000_000_000
-PARTS = ("planners", "solver", "sharing", "random", "scaling", "windows")
+PARTS = ("planners", "solver", "sharing", "random", "scaling", "windows", "balance")
 HEADLINES = ("elastic_over_ideal", "speedup_vs_fixed_chunk", "speedup_vs_packed", "speedup_vs_paper")
 """Figures of the ``resident`` cells that stand first."""
 FEW_LAYERS = 50
@@ -61,6 +69,8 @@ WINDOWED = ModelShape(
     windows=(1024, 1024, 1024, 1024, 1024, 0),
 )
 """The shape of Gemma 3 27B."""
+WIDE_HEAD = ModelShape(layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064)
+"""The shape of Qwen2.5 7B."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +329,12 @@ def never_slower(count: int) -> dict[str, object]:
     }
 
 
+def resident_cost(shape: ModelShape, layers: Sequence[int]) -> AnalyticCost:
+    """The cost model of the shape on stages of eight devices that share its states and keep parameters gathered."""
+    states = state_bytes(shape, layers, shards=8)
+    return flop_cost(shape, layers, flops_per_second=150e12, chunk_seconds=0.02, sequence_parallel=8, states=states)
+
+
 def knowing_windows(*, quick: bool) -> dict[str, object]:
     """Steps of a model with sliding windows planned without knowing them over the same planned with, both simulated with them.
 
@@ -327,10 +343,7 @@ def knowing_windows(*, quick: bool) -> dict[str, object]:
     figures: dict[str, object] = {}
     for stages, sequences in itertools.product((8,) if quick else (4, 8), (1, 4) if quick else (1, 4, 16)):
         layers = even_stages(WINDOWED.layers, stages)
-        states = state_bytes(WINDOWED, layers, shards=8)
-        cost = flop_cost(
-            WINDOWED, layers, flops_per_second=150e12, chunk_seconds=0.02, sequence_parallel=8, states=states
-        )
+        cost = resident_cost(WINDOWED, layers)
         unaware = dataclasses.replace(cost, shape=dataclasses.replace(WINDOWED, windows=()))
         lengths, settings = [131_072] * sequences, PlannerSettings(token_capacity=131_072, work_limit=100)
         plans = [plan_step(lengths, known, settings) for known in (unaware, cost)]
@@ -338,6 +351,30 @@ def knowing_windows(*, quick: bool) -> dict[str, object]:
         predicted = simulate_plan(plans[0], unaware)[0].makespan
         ratios = steps[0] / steps[1], predicted / steps[0]
         figures[f"{stages}_stages_{sequences}_sequences"] = [round(ratio, 3) for ratio in ratios]
+    return figures
+
+
+def balancing(*, quick: bool) -> dict[str, object]:
+    """Steps with evenly many layers a stage over steps with stages of equal time, without a memory budget and with one.
+
+    The budget of both is that with which the even split has a quarter of what it can use beyond the least.
+    """
+    figures: dict[str, object] = {}
+    for stages, sequences in itertools.product((4, 8), (128,) if quick else (128, 512)):
+        lengths = Cell("resident", "7b", stages, sequences, 48_000, "lognormal").lengths(0)
+        splits = even_stages(WIDE_HEAD.layers, stages), balanced_stages(WIDE_HEAD, stages, typical_length(lengths))
+        costs = [resident_cost(WIDE_HEAD, layers) for layers in splits]
+        free = PlannerSettings(token_capacity=48_000, work_limit=100)
+        draft = plan_replica(
+            lengths, range(sequences), costs[0], dataclasses.replace(free, planner="elastic-paper")
+        ).draft
+        least, most = draft.least()[0], max(draft.peaks(draft.uniform(0)))
+        tight = dataclasses.replace(free, memory_budget=int(least + 0.25 * (most - least)))
+        ratios = []
+        for settings in (free, tight):
+            even, balanced = (simulate_plan(plan_step(lengths, cost, settings), cost)[0].makespan for cost in costs)
+            ratios.append(round(even / balanced, 3))
+        figures[f"{stages}_stages_{sequences}_sequences"] = ratios
     return figures
 
 
@@ -395,6 +432,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "windows" in options.parts:
         figures["windows"] = knowing_windows(quick=quick)
         print(f"steps planned without knowing windows: {figures['windows']}", flush=True)
+    if "balance" in options.parts:
+        figures["balance"] = balancing(quick=quick)
+        print(f"steps with evenly many layers a stage: {figures['balance']}", flush=True)
     print(json.dumps(figures))
 
 
