@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class SettingError(ValueError):
     """A setting that cannot be; the message names the setting, its limit and what it was."""
@@ -21,9 +19,3 @@ def require_above(name: str, value: float, limit: float) -> None:
     """Raise ``SettingError`` unless ``value > limit``."""
     if not value > limit:
         raise SettingError(f"{name} must be above {limit:g}, not {value:g}")
-
-
-def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ``SettingError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise SettingError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
