@@ -89,7 +89,10 @@ def test_parts_resume_only_their_own(tmp_path: Path) -> None:
     assert first.get("x", lambda: [2]) == [1]
     with path.open("a") as file:
         file.write('{"y": 3')
+    before = path.read_text()
+    path.with_name("same").hardlink_to(path)
     again = Parts.resume(path, "a")
+    assert path.with_name("same").read_text() == before
     assert again.stored == {"x": [1]}
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"key": "a"}, {"x": [1]}]
     assert Parts.resume(path, "b").stored == {}
@@ -159,7 +162,7 @@ def test_one_process_stands_for_many_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--plans", "3"], "num_plans must be at least 8"),
+        (["--plans", "3"], "plans must be at least 8"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (
             ["--stage_layers", "[2, 1]"],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from infinipipe.cost import AnalyticCost, ModelShape, flop_cost, state_bytes
+from infinipipe.files import write_beside
 from infinipipe.plan import ActionKind, Plan
 from infinipipe.profile.design import Design
 from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
@@ -83,7 +84,10 @@ class Parts:
 
     @classmethod
     def resume(cls, path: Path | None, key: str) -> Parts:
-        """What an interrupted profile with the same ``key`` has left at ``path``; a file of another is begun anew."""
+        """What an interrupted profile with the same ``key`` has left at ``path``; a file of another is begun anew.
+
+        Raises ``WriteError``.
+        """
         result = cls(path)
         if path is None:
             return result
@@ -95,7 +99,7 @@ class Parts:
         if stored and stored[0] == {"key": key}:
             result.stored = {name: value for line in stored[1:] for name, value in line.items()}
         text = [json.dumps({"key": key}), *(json.dumps({name: value}) for name, value in result.stored.items())]
-        path.write_text("\n".join(text) + "\n")
+        write_beside(path, ("\n".join(text) + "\n").encode())
         return result
 
     def get(self, name: str, measure: Callable[[], list[Any]]) -> list[Any]:
