@@ -38,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     parsed = parser.parse_args(given)
-    module = importlib.import_module(COMMANDS[parsed.command][0])
     try:
-        return module.run(parsed.arguments)
+        return importlib.import_module(COMMANDS[parsed.command][0]).run(parsed.arguments)
     except ValueError as error:
         print(f"infinipipe: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -39,17 +41,28 @@ def _serve(rank: int, size: int, store: str, backend: str, timeout: float, pipe:
         pipe.send_bytes(pickle.dumps(reply))
 
 
+def _start_fork_server() -> None:
+    """Start the process that workers are forked from such that Ctrl-C, which all of a terminal's processes get, is left to us."""
+    resource_tracker.ensure_running()  # or the fork server would start it, and it unblocks the signal
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 class WorkerPool:
     """``size`` processes of one thread each, joined in one process group.
 
     ``backend`` is that of the process group. A message or collective may take ``timeout`` seconds before the job fails. Use
-    it as a context manager. After a failed job the pool is broken and must be closed.
+    it as a context manager. After a failed job the pool is broken and must be closed. Ctrl-C interrupts the caller alone.
     """
 
     def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["infinipipe.verify"])
+        _start_fork_server()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
