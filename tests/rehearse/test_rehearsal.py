@@ -121,3 +121,5 @@ def test_the_command_reports_and_writes(tmp_path: Path, capsys: pytest.CaptureFi
     assert "8 actions on 2 stages came to an end" in shown
     assert "modelled 120" in shown
     assert load(output).makespan >= 0.12
+    assert main(["rehearse", *paths, "--output", paths[1]]) == 2
+    assert "cost.json is a file that is read; name another file" in capsys.readouterr().err

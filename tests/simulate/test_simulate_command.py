@@ -78,6 +78,16 @@ def test_errors_are_in_the_users_words(
         run([plan_file, *arguments])
 
 
+def test_the_output_is_none_of_the_inputs(plan_file: str, tmp_path: Path) -> None:
+    cost_file = tmp_path / "cost.json"
+    save_cost(preset("7b-a100", (16, 16)), cost_file)
+    for path in (Path(plan_file), cost_file):
+        before = path.read_bytes()
+        with pytest.raises(SettingError, match="is a file that is read; name another file"):
+            run([plan_file, str(cost_file), "--output", str(path)])
+        assert path.read_bytes() == before
+
+
 def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanError, match="no field 'version'"):

@@ -51,7 +51,7 @@ def test_errors_are_in_the_users_words(files: tuple[str, str], tmp_path: Path) -
         (["--output", "a.gif"], r"output is 'a\.gif'; it must end in \.html"),
         (["--theme", "blue"], "--theme: Expected one of 'light', 'dark'"),
         (["--width", "10"], "width must be at least 400"),
-        (["--output", files[0]], "is the timeline itself"),
+        (["--output", files[0]], "is a file that is read"),
     ):
         with pytest.raises(SettingError, match=words):
             run([files[0], *arguments])

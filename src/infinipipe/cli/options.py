@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from jsonargparse import ArgumentParser
@@ -26,6 +27,12 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
     except argparse.ArgumentError as error:
         raise SettingError(f"{_in_words(str(error))}; see 'infinipipe {command} --help'") from None
     return kind(**parsed.as_dict())
+
+
+def require_not_input(output: str | None, inputs: Iterable[str | None]) -> None:
+    """Raise ``SettingError`` if writing ``output`` would replace one of the files that a command reads."""
+    if output is not None and Path(output).resolve() in {Path(path).resolve() for path in inputs if path is not None}:
+        raise SettingError(f"output {output} is a file that is read; name another file")
 
 
 def _in_words(message: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infinipipe.cli.options import parse_options
+from infinipipe.cli.options import parse_options, require_not_input
 from infinipipe.files import write_beside
 from infinipipe.settings import SettingError, require_range
 from infinipipe.timeline import Timeline, load
@@ -43,6 +43,7 @@ class TimelineOptions:
         require_range("width", self.width, at_least=400, at_most=10_000)
         if Path(self.output).suffix.lower() not in WRITERS:
             raise SettingError(f"output is {self.output!r}; it must end in {', '.join(WRITERS)}")
+        require_not_input(self.output, (self.timeline, self.measured))
 
 
 Writer = Callable[[Sequence[Timeline], TimelineOptions], bytes]
@@ -58,10 +59,7 @@ WRITERS: dict[str, Writer] = {
 def run(arguments: Sequence[str]) -> int:
     """Draw one or two timelines."""
     options = parse_options(TimelineOptions, "timeline", "Draw a simulated or a measured step, or both.", arguments)
-    inputs = [path for path in (options.timeline, options.measured) if path is not None]
-    if any(Path(path).resolve() == Path(options.output).resolve() for path in inputs):
-        raise SettingError(f"output {options.output} is the timeline itself; name another file")
-    timelines = [load(path) for path in inputs]
+    timelines = [load(path) for path in (options.timeline, options.measured) if path is not None]
     write_beside(options.output, WRITERS[Path(options.output).suffix.lower()](timelines, options))
     print(f"wrote {options.output}")
     return 0
