@@ -33,7 +33,7 @@ class Design:
     def __post_init__(self) -> None:
         require_range("smallest", self.smallest, at_least=SHORTEST)
         require_range("max_slices", self.max_slices, at_least=1)
-        require_range("num_plans", self.num_plans, at_least=8)
+        require_range("plans", self.num_plans, at_least=8)
         for name in ("longest", "capacity"):
             if getattr(self, name) < 2 * self.smallest:
                 raise SettingError(f"{name} must be at least twice the smallest slice, {2 * self.smallest} tokens")
