@@ -70,7 +70,7 @@ def shift_labels_within_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(batch: Batch, chunk: Chunk) -> Tensor:
         labels = plain(batch, chunk)
-        if chunk.slices[0].is_attended_later:
+        if chunk.slices[0].stop < chunk.slices[0].length:
             labels[chunk.slices[0].num_tokens - 1] = IGNORE
         return labels
 

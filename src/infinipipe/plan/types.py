@@ -41,11 +41,6 @@ class Slice:
         """Whether the slice is the last one of a sequence that was cut."""
         return self.start > 0 and self.stop == self.length
 
-    @property
-    def is_attended_later(self) -> bool:
-        """Whether later slices of the sequence attend to this one's keys and values."""
-        return self.stop < self.length
-
     def __str__(self) -> str:
         return f"sequence {self.sequence} [{self.start}, {self.stop}) of {self.length}"
 

@@ -23,11 +23,11 @@ MIB, GIB = 2**20, 2**30
 
 
 class BudgetError(PlanError):
-    """The memory budget is too small; ``required`` bytes at ``stage`` are the least that would do."""
+    """The memory budget is too small; ``required`` bytes at ``stage`` would do."""
 
     def __init__(self, required: int, budget: int, stage: int, advice: str, where: str = "") -> None:
         super().__init__(
-            f"{where}needs at least {readable_bytes(required)} per device at stage {stage}, got {readable_bytes(budget)}; "
+            f"{where}needs about {readable_bytes(required)} per device at stage {stage}, got {readable_bytes(budget)}; "
             f"{advice}"
         )
         self.required = required

@@ -118,17 +118,21 @@ is 0."""
 
 def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
     """The column of every coefficient; zeros for those that the pass has not."""
-    ends = {name: np.zeros_like(data.layers) for name in _PER_STAGE}
-    for name in ("stage", *_ENDS[kind]):
-        ends[name] = _PER_STAGE[name](data)
-    per_token = [data.work.tokens * data.layers, ends["head_token"], ends["embedding_token"]]
-    if np.linalg.matrix_rank(np.stack(per_token, axis=1)) < len(per_token):
-        ends[_ENDS[kind][-1]] = np.zeros_like(data.layers)
     columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
-    columns += ends.values()
+    for name, end in _PER_STAGE.items():
+        columns.append(end(data) if name in ("stage", *_ENDS[kind]) else np.zeros_like(data.layers))
     if kind is ActionKind.BACKWARD:
         columns += [column(data.again, knot) * data.recomputed for column in _PER_LAYER.values()]
     return np.stack(columns, axis=1)
+
+
+def _tells_ends_apart(data: _Data) -> bool:
+    """Whether what a layer, the head and the embedding take for a token can be told from each other."""
+    per_token = [
+        data.work.tokens * data.layers,
+        *(_PER_STAGE[name](data) for name in ("head_token", "embedding_token")),
+    ]
+    return bool(np.linalg.matrix_rank(np.stack(per_token, axis=1)) == len(per_token))
 
 
 def _pass_time(names: Iterable[str], values: Iterable[float], knot: float) -> PassTime:
@@ -179,8 +183,11 @@ def _predict(data: _Data, coefficients: Floats, knot: float, kind: ActionKind) -
 def _solve(data: _Data, kind: ActionKind) -> tuple[Floats, float]:
     """Coefficients, and the knot that serves best: 0, none, unless another is clearly better."""
     best: tuple[float, Floats, float] | None = None
+    apart, last_end = _tells_ends_apart(data), [*_PER_LAYER, *_PER_STAGE].index(_ENDS[kind][-1])
     for knot in (0.0, *_knots(data.work.tokens)):
         matrix = _matrix(data, knot, kind)
+        if not apart:
+            matrix[:, last_end] = 0.0
         if len(data.seconds) < matrix.shape[1]:
             raise ValueError(
                 f"{len(data.seconds)} measured {kind.name.lower()}s are too few for {matrix.shape[1]} coefficients; measure more plans"
