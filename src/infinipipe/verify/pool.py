@@ -7,10 +7,12 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -41,14 +43,22 @@ def _serve(rank: int, size: int, store: str, backend: str, timeout: float, pipe:
         pipe.send_bytes(pickle.dumps(reply))
 
 
-def _start_fork_server() -> None:
-    """Start the process that workers are forked from such that Ctrl-C, which all of a terminal's processes get, is left to us."""
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end, and is nothing to the processes that are started within."""
+    held: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if main else None
     resource_tracker.ensure_running()  # or the fork server would start it, and it unblocks the signal
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        forkserver.ensure_running()
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if main:
+            signal.signal(signal.SIGINT, handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 class WorkerPool:
@@ -62,18 +72,24 @@ class WorkerPool:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["infinipipe.verify"])
-        _start_fork_server()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, backend, timeout, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        try:
+            with _interrupts_held():
+                for rank in range(size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_serve, args=(rank, size, store, backend, timeout, theirs), daemon=True
+                    )
+                    process.start()
+                    theirs.close()
+                    self._pipes.append(ours)
+                    self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call ``function(rank, *args)`` on ``ranks`` (all by default) at once; results in their order.
