@@ -1,6 +1,7 @@
 """The analytic cost model against the formulas of section 4 and against itself chunk by chunk."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,36 @@ def test_shape_from_a_configuration() -> None:
     assert (shape.query_width, shape.kv_width, shape.tied, shape.gated, shape.qk_norm) == (2048, 1024, True, True, True)
     with pytest.raises(CostError, match="hidden_size"):
         ModelShape.from_config({"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers is -4; it must be"),
+        ({"hidden_size": 8.5}, "hidden_size is 8.5; it must be"),
+        ({"intermediate_size": "16"}, "intermediate_size is '16'; it must be"),
+        ({"vocab_size": True}, "vocab_size is True; it must be"),
+        ({"vocab_size": None}, "vocab_size is missing; it must be"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
+        ({"head_dim": -8}, "head_dim is -8; it must be"),
+        ({"sliding_window": -8}, "sliding_window is -8; it must be"),
+        ({"sliding_window": 8, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be"),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types is no list of 2 types"),
+        ({"sliding_window": 8, "layer_types": "full_attention"}, "layer_types is no list of 2 types"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_by_field(changes: dict[str, Any], problem: str) -> None:
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    with pytest.raises(CostError, match=f"the model configuration's {problem}"):
+        ModelShape.from_config(config | changes)
 
 
 def test_stages_are_even_with_lighter_ends() -> None:

@@ -94,29 +94,31 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a Hugging Face configuration (``config.json`` as a dictionary). Raises ``CostError``."""
-        config = config.get("text_config") or config
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        missing = [name for name in names if not isinstance(config.get(name), int)]
-        if missing:
-            raise CostError(
-                f"the model configuration has no whole number {missing[0]!r}; planning needs {', '.join(names)}"
-            )
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) and text else config
         kind = str(config.get("model_type", ""))
-        heads = config["num_attention_heads"]
+        layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
+        heads = _count(config, "num_attention_heads")
+        kv_heads = _count(config, "num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise CostError(
+                f"the model configuration's num_attention_heads is {heads}; it must be a multiple of "
+                f"num_key_value_heads, {kv_heads}"
+            )
         activation = str(config.get("hidden_act", config.get("hidden_activation", "silu")))
         return cls(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            intermediate=config["intermediate_size"],
+            layers=layers,
+            hidden=hidden,
+            intermediate=_count(config, "intermediate_size"),
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab=config["vocab_size"],
+            kv_heads=kv_heads,
+            head_dim=_count(config, "head_dim", default=hidden // heads),
+            vocab=_count(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             gated="silu" in activation or "swish" in activation or kind.startswith("gemma"),
             norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
             qk_norm=kind.startswith(("qwen3", "gemma3", "olmo2")),
-            windows=_windows(config, kind),
+            windows=_windows(config, kind, layers),
         )
 
     @classmethod
@@ -142,26 +144,37 @@ _OPTED_IN = ("qwen", "smollm")
 _GEMMA3_PATTERN = 6
 
 
-def _windows(config: Mapping[str, Any], kind: str) -> tuple[int, ...]:
+def _count(config: Mapping[str, Any], name: str, *, default: int | None = None, least: int = 1) -> int:
+    """The whole number that a configuration gives under that name, else the default. Raises ``CostError``."""
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < least:
+        given = "missing" if value is None else f"{value!r:.40}"
+        raise CostError(f"the model configuration's {name} is {given}; it must be a whole number of at least {least}")
+    return value
+
+
+def _windows(config: Mapping[str, Any], kind: str, count: int) -> tuple[int, ...]:
     """The window of every layer; empty if there is none.
 
     Older configurations imply layer types: every ``sliding_window_pattern``-th layer is full, or the first
     ``max_window_layers`` are.
     """
-    window, count = config.get("sliding_window"), config["num_hidden_layers"]
-    if not window or not config.get("use_sliding_window", not kind.startswith(_OPTED_IN)):
+    if not config.get("sliding_window") or not config.get("use_sliding_window", not kind.startswith(_OPTED_IN)):
         return ()
-    if not isinstance(window, int):
-        raise CostError(f"the model configuration's sliding_window is {window!r}; it must be a whole number of tokens")
+    window = _count(config, "sliding_window")
     pattern = config.get("sliding_window_pattern", _GEMMA3_PATTERN if kind.startswith("gemma3") else None)
     if kind in _EVERY_LAYER:
         local = [True] * count
     elif types := config.get("layer_types"):
-        local = [name == "sliding_attention" for name in types]
+        if not isinstance(types, list | tuple) or len(types) < count:
+            raise CostError(f"the model configuration's layer_types is no list of {count} types, one for every layer")
+        local = [name == "sliding_attention" for name in types[:count]]
     elif isinstance(pattern, int) and pattern > 0:
         local = [(layer + 1) % pattern > 0 for layer in range(count)]
     else:
-        local = [layer >= config.get("max_window_layers", 0) for layer in range(count)]
+        first = _count(config, "max_window_layers", default=0, least=0)
+        local = [layer >= first for layer in range(count)]
     return tuple(window if limited else 0 for limited in local) if any(local) else ()
 
 
