@@ -1,5 +1,6 @@
 """Presets against the published calibration, and cost files."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,40 @@ def test_cost_files_come_back_equal(tmp_path: Path) -> None:
         (('"latency": 2e-05', '"latency": 1e308'), "latency is '1e.308'; it must be a number of at most"),
         (('"states": [', '"states": [-1,'), "states must be a list of whole numbers from 0"),
         (('"sequence_parallel": 8', '"sequence_parallel": "8"'), "sequence_parallel is '8'; it must be a whole number"),
-        (('"tied": false', '"tied": 3'), "tied is '3'; it must be true or false"),
+        (('"tied": false', '"tied": 3'), "cost.json: shape.tied is '3'; it must be true or false"),
+        (('"all_to_alls": 4', '"all_to_alls": true'), "cost.json: all_to_alls is 'True'; it must be a whole number"),
+        (
+            ('"sequence_parallel": 8', '"sequence_parallel": 0'),
+            "cost.json: sequence_parallel is 0; it must be at least 1",
+        ),
+        (('"pair": ', '"pair": -'), "cost.json: forward.pair is -.*; it must be at least 0"),
+        (('"full": 0.0', '"full": -1.0'), "cost.json: forward.full is -1.0; it must be at least 0"),
+        (('"context": 0.0', '"context": -1.0'), "cost.json: forward.context is -1.0; it must be at least minus pair"),
+        (('"latency": 2e-05', '"latency": -2e-05'), "cost.json: message.latency is -2e-05; it must be at least 0"),
+        (('"optimizer": 0.0', '"optimizer": -1.0'), "cost.json: optimizer is -1.0; it must be at least 0"),
+        (('"layers": 32', '"layers": 31'), r"cost.json: shape.layers is 31, but stage_layers \[16, 16\] add up to 32"),
     ],
 )
 def test_broken_cost_files_are_named(tmp_path: Path, change: tuple[str, str], problem: str) -> None:
     path = tmp_path / "cost.json"
     save_cost(preset("7b-a100", 2), path)
-    path.write_text(path.read_text().replace(*change, 1))
+    broken = path.read_text().replace(*change, 1)
+    assert broken != path.read_text()
+    path.write_text(broken)
     with pytest.raises(CostError, match=problem) as caught:
         load_cost(path)
     assert "cost.json" in str(caught.value)
+
+
+def test_what_a_fit_may_make_negative_is_read(tmp_path: Path) -> None:
+    cost = preset("7b-a100", 2)
+    cost = dataclasses.replace(
+        cost,
+        forward=dataclasses.replace(cost.forward, context=-cost.forward.pair),
+        memory=dataclasses.replace(cost.memory, layer=-1.0, backward_attention=-1.0),
+    )
+    save_cost(cost, tmp_path / "cost.json")
+    assert load_cost(tmp_path / "cost.json") == cost
 
 
 def test_unknown_presets_list_the_known_ones() -> None:

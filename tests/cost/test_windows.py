@@ -174,7 +174,7 @@ def test_bad_windows_in_a_file_are_named(tmp_path: Path, windows: Any) -> None:
     data = json.loads(path.read_text())
     data["shape"]["windows"] = windows
     path.write_text(json.dumps(data))
-    with pytest.raises(CostError, match=r"cost.json: shape: windows must be a list of whole numbers"):
+    with pytest.raises(CostError, match=r"cost.json: shape.windows must be a list of whole numbers"):
         load_cost(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,12 @@ from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.cost.table import CostTable
 from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger, mean_work, prefix_pairs
 from infinipipe.plan import Chunk
+
+
+def _refuse_negative(owner: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(owner, name)) < 0:
+            raise CostError(f"{name} is {value}; it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,8 @@ class PassTime:
         reach: a layer's, per token that the slice of a cut sequence attends to: moving keys, values and their gradients.
         resumed: a layer's, per chunk whose first slice has a context: its attention comes in two parts.
         short: a layer's, per token that a chunk has less than ``full``, the tokens from which on a device works at its best.
+
+    Raises ``CostError`` for a negative coefficient, of which ``context`` alone may be, down to ``-pair``.
     """
 
     pair: float
@@ -51,13 +59,21 @@ class PassTime:
     short: float = 0.0
     full: float = 0.0
 
+    def __post_init__(self) -> None:
+        _refuse_negative(self, *(each.name for each in fields(self) if each.name != "context"))
+        if self.context < -self.pair:
+            raise CostError(f"context is {self.context}; it must be at least minus pair, {-self.pair}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A message of ``n`` bytes takes ``latency + n * seconds_per_byte`` (Eq. 2-3)."""
+    """A message of ``n`` bytes takes ``latency + n * seconds_per_byte`` (Eq. 2-3). Raises ``CostError`` if one is negative."""
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self, "latency", "seconds_per_byte")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +165,7 @@ class AnalyticCost:
             raise CostError(f"states has {len(self.states)} entries for {len(self.stage_layers)} stages")
         if self.sequence_parallel < 1:
             raise CostError(f"sequence_parallel is {self.sequence_parallel}; it must be at least 1")
+        _refuse_negative(self, "optimizer", "all_to_all_bytes")
 
     @property
     def num_stages(self) -> int:

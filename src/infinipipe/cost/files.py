@@ -61,12 +61,18 @@ def load_cost(path: str | Path) -> AnalyticCost:
         raise CostError(f"the cost file {path} is not of version {VERSION}")
     for name, kind in _PARTS.items():
         if name in data and not (data[name] is None and name in _OPTIONAL):
-            data[name] = _build(kind, data[name], f"{path}: {name}")
-    cost: AnalyticCost = _build(AnalyticCost, data, str(path))
+            data[name] = _build(kind, data[name], f"{path}: {name}", f"{path}: {name}.")
+    cost: AnalyticCost = _build(AnalyticCost, data, str(path), f"{path}: ")
+    if cost.shape is not None and cost.shape.layers != sum(cost.stage_layers):
+        raise CostError(
+            f"{path}: shape.layers is {cost.shape.layers}, but stage_layers {list(cost.stage_layers)} add up to "
+            f"{sum(cost.stage_layers)}; make them equal"
+        )
     return cost
 
 
-def _build(kind: type, data: object, where: str) -> Any:
+def _build(kind: type, data: object, where: str, prefix: str) -> Any:
+    """An object of that kind from its fields; ``where`` it is, and what to put before a field's name, are for errors."""
     if not isinstance(data, dict):
         raise CostError(f"{where} must be an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -85,8 +91,11 @@ def _build(kind: type, data: object, where: str) -> Any:
         wanted = str(fields[name].type)
         if wanted == "tuple[int, ...]":
             if not isinstance(value, list) or not all(_is_count(item) for item in value):
-                raise CostError(f"{where}: {name} must be a list of whole numbers from 0 to {LARGEST:g}")
+                raise CostError(f"{prefix}{name} must be a list of whole numbers from 0 to {LARGEST:g}")
             data[name] = tuple(value)
         if wanted in _CHECKS and not _CHECKS[wanted][0](value):
-            raise CostError(f"{where}.{name} is {str(value)[:40]!r}; it must be {_CHECKS[wanted][1]}")
-    return kind(**data)
+            raise CostError(f"{prefix}{name} is {str(value)[:40]!r}; it must be {_CHECKS[wanted][1]}")
+    try:
+        return kind(**data)
+    except CostError as error:
+        raise CostError(f"{prefix}{error}") from None
