@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -122,5 +123,31 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="no usable Hugging Face configuration"):
         load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="no usable Hugging Face configuration"):
+        load_config(tmp_path)
     LlamaConfig(num_hidden_layers=3).save_pretrained(tmp_path)
     assert load_config(tmp_path).num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"vocab_size": 1e5}, "'vocab_size'.* expected int, got float"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, ""),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"rope_parameters": "default"}, ""),
+        ({"model_type": "qwen3", "layer_types": 7}, ""),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LlamaConfig(num_hidden_layers=3).to_dict() | changes))
+    with pytest.raises(
+        ValueError, match=f"config.json holds no usable Hugging Face configuration: .*{problem}"
+    ) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)

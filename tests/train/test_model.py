@@ -41,6 +41,7 @@ def test_fields_replace_those_of_a_file(tmp_path: Path) -> None:
         ({"attention_dropout": 0.1}, "dropout is not supported"),
         ({"vocab_size": 100}, "model.config.vocab_size is 100, but the tokenizer has 300"),
         ({"hidden_size": "wide"}, "model.config cannot be used"),
+        ({"num_attention_heads": 0}, "model.config cannot be used"),
         ({"model_type": "nonsense"}, "model.config cannot be used.*nonsense"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 _DROPOUTS = (
@@ -27,18 +28,24 @@ class UnsupportedModelError(ValueError):
 
 
 def load_config(source: str | Path) -> PretrainedConfig:
-    """The configuration in a directory or JSON file of Hugging Face form. Raises ``ValueError`` if there is none."""
+    """The configuration in a directory or JSON file of Hugging Face form.
+
+    Raises ``ValueError`` if there is none, or none that can be used.
+    """
     path = Path(source)
     if not path.exists():
         raise ValueError(
             f"there is no model configuration at {str(source)!r}; give a directory with config.json or such a file"
         )
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        return text_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    except UnsupportedModelError:
+        raise
+    except StrictDataclassError as error:
+        raise ValueError(f"{path} holds no usable Hugging Face configuration: {' '.join(str(error).split())}") from None
+    except Exception as error:  # whatever a family's class makes of a field that it does not expect
         message = str(error).strip().split("\n")[0]
         raise ValueError(f"{path} holds no usable Hugging Face configuration: {message}") from None
-    return text_config(config)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from infinipipe.model import check_supported, load_config, text_config
@@ -34,7 +33,7 @@ def model_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
         config = text_config(AutoConfig.for_model(kind, **fields))
     except SettingError:
         raise
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a family's class makes of a value that it does not expect
         raise SettingError(f"model.config cannot be used: {' '.join(str(error).split())}") from None
     if config.vocab_size < vocab_size:
         raise SettingError(
