@@ -24,6 +24,7 @@ model:
     num_hidden_layers: 3
     num_attention_heads: 4
     num_key_value_heads: 2
+    vocab_size: 300
     tie_word_embeddings: true
 tokenizer: {{vocab_size: 300}}
 data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,31 @@ def test_a_cost_file_of_another_layout_is_refused(
     settings, _ = read_settings([str(config), "--plan.cost", str(tmp_path / "cost.json"), *overrides])
     with pytest.raises(CostError, match=message):
         StepPlanner(settings, model_config(settings.model, 300), 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 64}, "whose hidden is 64, but that of the run is 32; profile this model, or remove plan.cost"),
+        ({"intermediate": 96}, "intermediate is 96, but that of the run is 64"),
+        ({"heads": 8}, "heads is 8, but that of the run is 4"),
+        ({"kv_heads": 4}, "kv_heads is 4, but that of the run is 2"),
+        ({"head_dim": 16}, "head_dim is 16, but that of the run is 8"),
+        ({"vocab": 301}, "vocab is 301, but that of the run is 300"),
+        ({"windows": (0, 16)}, "window of layer 1 is 16, but that of the run is 0"),
+    ],
+)
+def test_a_cost_file_of_another_model_is_refused(
+    config: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "cost.json"
+    cost = flop_cost(replace(SHAPE, **changes), (1, 2), element_bytes=4)
+    settings, _ = read_settings([str(config), "--plan.cost", str(path)])
+    save_cost(cost, path)
+    with pytest.raises(CostError, match=message):
+        StepPlanner(settings, model_config(settings.model, 300), 1000)
+    save_cost(replace(cost, shape=None), path)
+    StepPlanner(settings, model_config(settings.model, 300), 1000)
 
 
 def test_steps_count_from_one(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,8 +106,15 @@ def _given_layers(parallel: ParallelSettings, shape: ModelShape) -> tuple[int, .
     return tuple(given)
 
 
+def _traits(shape: ModelShape) -> dict[str, int]:
+    """What a model must have in common with the one that a cost file was made for."""
+    names = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
+    windows = {f"window of layer {layer}": shape.layer_window(layer) for layer in range(shape.layers)}
+    return {name: getattr(shape, name) for name in names} | windows
+
+
 def _measured_cost(settings: Settings, shape: ModelShape, given: tuple[int, ...] | None) -> AnalyticCost:
-    """The cost file of the settings, with its own states. Raises ``CostError`` if it is of another layout."""
+    """The cost file of the settings, with its own states. Raises ``CostError`` if it is of another layout or model."""
     cost, parallel = load_cost(settings.plan.cost), settings.parallel
     described = f"plan.cost {settings.plan.cost} describes stages of {list(cost.stage_layers)} layers"
     if (cost.num_stages, sum(cost.stage_layers)) != (parallel.stages, shape.layers):
@@ -124,4 +131,12 @@ def _measured_cost(settings: Settings, shape: ModelShape, given: tuple[int, ...]
             f"plan.cost {settings.plan.cost} is of sequence_parallel {cost.sequence_parallel}, but the run has "
             f"{parallel.sequence_parallel}; profile this layout"
         )
+    if cost.shape is not None:
+        theirs = _traits(cost.shape)
+        for name, value in _traits(shape).items():
+            if theirs[name] != value:
+                raise CostError(
+                    f"plan.cost {settings.plan.cost} describes a model whose {name} is {theirs[name]}, but that of the run "
+                    f"is {value}; profile this model, or remove plan.cost"
+                )
     return cost
