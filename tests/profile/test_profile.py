@@ -107,7 +107,8 @@ def test_layers_are_told_from_stages() -> None:
     assert with_layers(qwen, 2).layer_types == qwen.layer_types[:2]
 
 
-def test_windows_of_measured_and_described_stages(tmp_path: Path) -> None:
+def test_windows_of_measured_and_described_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     types = ["sliding_attention"] * 5 + ["full_attention"]
     FAMILIES["gemma3"](num_hidden_layers=12, layer_types=types * 2).save_pretrained(tmp_path)
     options = ProfileOptions(str(tmp_path), "cost.json", stages=4, stage_layers=[3, 3, 3, 3], processes=2)
@@ -169,11 +170,21 @@ def test_one_process_stands_for_many_stages(tmp_path: Path) -> None:
             "stage_layers [2, 1] must be counts above 0 that add up to the model's 2 layers",
         ),
         (["--stages", "9"], "9 stages are more than the model's 2 layers"),
+        (["--stages", "3", "--stage_layers", "[1, 1]"], "stages is 3, but stage_layers [1, 1] names 2"),
+        (["--layers", "3"], "layers is 3, but the model has 2"),
+        (["--processes", "3"], "processes is 3, but 3 processes of --threads 1 on 2 cores would"),
+        (["--processes", "2", "--threads", "2"], "on 2 cores would measure each other's slowness; use at most 1"),
+        (["--processes", "2", "--sequence_parallel", "2"], "processes is 2, but 4 processes of --threads 1 on 2 cores"),
     ],
 )
 def test_refusals_are_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     make_config().save_pretrained(tmp_path / "model")
     assert main(["profile", str(tmp_path / "model"), str(tmp_path / "cost.json"), *options]) == 2
     assert message in capsys.readouterr().err
@@ -186,3 +197,22 @@ def test_a_missing_folder_is_named_before_measuring(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr()
     assert "there is no folder" in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "message"),
+    [
+        ("model", "model", "is a folder; name a file"),
+        ("model", "model/config.json", "is a file that is read"),
+        ("model/config.json", "model/../model/config.json", "is a file that is read"),
+    ],
+)
+def test_outputs_that_would_lose_something_are_refused_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, output: str, message: str
+) -> None:
+    make_config().save_pretrained(tmp_path / "model")
+    assert main(["profile", str(tmp_path / model), str(tmp_path / output), *SIZES, "--processes", "1"]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "config.json"]

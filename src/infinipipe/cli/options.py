@@ -29,9 +29,11 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
     return kind(**parsed.as_dict())
 
 
-def require_not_input(output: str | None, inputs: Iterable[str | None]) -> None:
+def require_not_input(output: str | None, inputs: Iterable[str | Path | None]) -> None:
     """Raise ``SettingError`` if writing ``output`` would replace one of the files that a command reads."""
-    if output is not None and Path(output).resolve() in {Path(path).resolve() for path in inputs if path is not None}:
+    if output is None or Path(output).is_dir():
+        return
+    if Path(output).resolve() in {Path(path).resolve() for path in inputs if path is not None}:
         raise SettingError(f"output {output} is a file that is read; name another file")
 
 

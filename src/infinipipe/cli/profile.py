@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from infinipipe.cli.options import parse_options
+from infinipipe.cli.options import parse_options, require_not_input
 from infinipipe.cost import ModelShape, balanced_stages
 from infinipipe.cost.files import save_cost
 from infinipipe.settings import SettingError, require_range
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from infinipipe.profile.workers import Setup
 
 
+STAGES = 2
+"""Stages that a cost file describes if no option says."""
+
+
 @dataclass(frozen=True)
 class ProfileOptions:
     """What to measure.
@@ -30,11 +34,11 @@ class ProfileOptions:
     Attributes:
         model: a Hugging Face config.json or its folder.
         output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
-        stages: pipeline stages that the cost file describes.
+        stages: pipeline stages that the cost file describes; if not given, those of stage_layers, else 2.
         stage_layers: layers of each of them, such as "[2, 1]"; if not given, they take equal time for sequences of longest tokens.
-        processes: stages that are measured at once; by default as many as stages, devices and cores allow.
-        layers: layers of each measured process; by default those of the described stages if all of these are measured, else 2, or
-            as many as it takes to have layers of every window.
+        processes: stages that are measured at once; by default as many as stages, devices and cores allow; never more than devices, or cores for threads each.
+        layers: layers of each measured process, at most the model's; by default those of the described stages if all of these are
+            measured, else 2, or as many as it takes to have layers of every window.
         sequence_parallel: devices that share a stage's tokens; where there are fewer devices or cores, stages are measured without.
         device: auto takes CUDA where there is a device.
         dtype: of the computing.
@@ -50,7 +54,7 @@ class ProfileOptions:
 
     model: str
     output: str
-    stages: int = 2
+    stages: int | None = None
     stage_layers: list[int] | None = None
     processes: int | None = None
     layers: int | None = None
@@ -67,11 +71,17 @@ class ProfileOptions:
     loss_block_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("stages", "sequence_parallel", "threads", "repeats", "loss_block_tokens"):
+        for name in ("sequence_parallel", "threads", "repeats", "loss_block_tokens"):
             require_range(name, getattr(self, name), at_least=1)
-        for name in ("processes", "layers"):
+        for name in ("stages", "processes", "layers"):
             if getattr(self, name) is not None:
                 require_range(name, getattr(self, name), at_least=1)
+        if self.stage_layers is not None and self.stages not in (None, len(self.stage_layers)):
+            raise SettingError(
+                f"stages is {self.stages}, but stage_layers {self.stage_layers} names {len(self.stage_layers)}; leave one of "
+                "them out"
+            )
+        require_not_input(self.output, (self.model, Path(self.model) / "config.json"))
 
     def design(self) -> Design:
         """The plans to measure. Raises ``SettingError``."""
@@ -93,6 +103,8 @@ def run(arguments: Sequence[str]) -> int:
     design, output = options.design(), Path(options.output)
     if not output.parent.is_dir():
         raise SettingError(f"there is no folder {str(output.parent)!r} for output {options.output}; make it first")
+    if output.is_dir():
+        raise SettingError(f"output {options.output} is a folder; name a file")
     from infinipipe.profile import fit_profile, measure, quality_lines
 
     setup, stage_layers = make_setup(options)
@@ -119,7 +131,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     check_supported(config)
     if options.stage_layers is None:
         shape = ModelShape.from_config(config.to_dict())
-        stage_layers = balanced_stages(shape, options.stages, options.longest)
+        stage_layers = balanced_stages(shape, options.stages or STAGES, options.longest)
     else:
         stage_layers = tuple(options.stage_layers)
         if sum(stage_layers) != config.num_hidden_layers or min(stage_layers) < 1:
@@ -127,11 +139,16 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
                 f"stage_layers {list(stage_layers)} must be counts above 0 that add up to the model's "
                 f"{config.num_hidden_layers} layers"
             )
+    if options.layers is not None and options.layers > config.num_hidden_layers:
+        raise SettingError(
+            f"layers is {options.layers}, but the model has {config.num_hidden_layers}; use at most so many, or leave it out"
+        )
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cuda" and not devices:
         raise SettingError("device is cuda, but this machine has none; use cpu")
     device = "cuda" if devices and options.device != "cpu" else "cpu"
-    room = devices if device == "cuda" else max(1, (os.cpu_count() or 1) // options.threads)
+    cores = os.cpu_count() or 1
+    room = devices if device == "cuda" else max(1, cores // options.threads)
     shards = options.sequence_parallel if options.sequence_parallel <= room else 1
     processes = options.processes or min(len(stage_layers), room // shards)
     for name, count in (
@@ -140,6 +157,11 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     ):
         if device == "cuda" and count > devices:
             raise SettingError(f"{name} is {count}, but this machine has {devices} devices")
+    if device == "cpu" and processes * shards > room:
+        raise SettingError(
+            f"processes is {processes}, but {processes * shards} processes of --threads {options.threads} on {cores} cores would "
+            f"measure each other's slowness; use at most {room // shards}"
+        )
     if processes == len(stage_layers) and options.layers is None:
         measured = stage_layers
     else:
