@@ -1,23 +1,33 @@
 """``infinipipe plan``: lengths from files, the summary, the comparison, errors in words."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from infinipipe.cli.plan import run
+from infinipipe.cli.plan import PlanOptions, read_cost, run
 from infinipipe.cost import save_cost
 from infinipipe.cost.presets import preset
 from infinipipe.data import DataSettings, TokenizerSettings, open_corpus
 from infinipipe.plan import PlanError, load
 from infinipipe.planner import plan_step
 from infinipipe.planner.lengths import read_lengths
+from infinipipe.train.settings import PlanSettings
 
 
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> Path:
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, [9000, 4000, 300, 200, 100, 50] * 4)) + "\n")
+    return path
+
+
+def write_config(folder: Path, vocab_size: int) -> Path:
+    """A Hugging Face configuration of four layers."""
+    path = folder / "config.json"
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size} | sizes))
     return path
 
 
@@ -41,20 +51,58 @@ def test_cost_files_and_configurations_are_models_too(lengths_file: Path, tmp_pa
     cost_file = tmp_path / "cost.json"
     save_cost(preset("7b-a100", 2), cost_file)
     assert run([str(lengths_file), str(cost_file), "--max_slices", "2"]) == 0
-    config = tmp_path / "config.json"
-    config.write_text(
-        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, '
-        '"num_attention_heads": 4, "vocab_size": 100}'
-    )
+    config = write_config(tmp_path, vocab_size=100)
     assert run([str(lengths_file), str(config), "--stages", "2", "--max_slices", "2"]) == 0
 
 
+def test_a_chunk_of_a_configuration_costs_what_it_does_in_training(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, vocab_size=100))
+    seconds = PlanSettings.chunk_seconds
+    assert f"configuration {seconds:g}, as in training" in (PlanOptions.__doc__ or "")
+    assert read_cost(PlanOptions("lengths.txt", config), [100]).chunk_seconds() == pytest.approx(seconds)
+    assert read_cost(PlanOptions("lengths.txt", config, chunk_seconds=0.0), [100]).chunk_seconds() == 0
+
+
+def test_options_that_a_cost_model_does_not_heed_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "cost.json")
+    save_cost(preset("7b-a100", 2, sequence_parallel=4), path)
+    agreeing = PlanOptions("lengths.txt", path, stages=2, sequence_parallel=4)
+    assert read_cost(agreeing, [100]) == read_cost(PlanOptions("lengths.txt", path), [100])
+    with pytest.raises(ValueError, match=r"stages is 3, but .* is of stages 2; leave --stages away, or profile for 3"):
+        read_cost(PlanOptions("lengths.txt", path, stages=3), [100])
+    with pytest.raises(ValueError, match=r"sequence_parallel is 8, but .* is of sequence_parallel 4"):
+        read_cost(PlanOptions("lengths.txt", path, sequence_parallel=8), [100])
+    with pytest.raises(ValueError, match=r"chunk_seconds is 0\.0, but the cost file"):
+        read_cost(PlanOptions("lengths.txt", path, chunk_seconds=0.0), [100])
+    for model in (path, "7b-a100"):
+        with pytest.raises(ValueError, match=r"flops_per_second is .* leave --flops_per_second away"):
+            read_cost(PlanOptions("lengths.txt", model, flops_per_second=1e12), [100])
+
+
+def test_more_recomputed_layers_than_a_stage_has_are_all(lengths_file: Path, tmp_path: Path) -> None:
+    for recompute in ("99", "all"):
+        arguments = [str(lengths_file), "7b-a100", "--max_slices", "2", "--planner", "packed-1f1b"]
+        assert run([*arguments, "--recompute", recompute, "--output", str(tmp_path / f"{recompute}.json")]) == 0
+    assert load(tmp_path / "99.json") == load(tmp_path / "all.json")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "model", "output"),
+    [
+        ("lengths.txt", "7b-a100", "lengths.txt"),
+        ("corpus", "7b-a100", "corpus/index.npz"),
+        ("lengths.txt", "cost.json", "folder/../cost.json"),
+        ("lengths.txt", "model", "model/config.json"),
+        ("lengths.txt", "7b-a100", "order.py"),
+    ],
+)
+def test_what_is_read_is_not_written(lengths: str, model: str, output: str) -> None:
+    with pytest.raises(ValueError, match=r"output .* is a file that is read; name another file"):
+        run([lengths, model, "--schedule", "order.py:order", "--output", output])
+
+
 def test_stages_of_a_configuration_are_balanced_for_the_lengths(lengths_file: Path, tmp_path: Path) -> None:
-    config, plan = tmp_path / "config.json", str(tmp_path / "plan.json")
-    config.write_text(
-        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, '
-        '"num_attention_heads": 4, "vocab_size": 4000}'
-    )
+    config, plan = write_config(tmp_path, vocab_size=4000), str(tmp_path / "plan.json")
     for context, layers in (("9000", (2, 2)), ("50", (3, 1))):
         arguments = [str(lengths_file), str(config), "--stages", "2", "--max_slices", "2", "--context", context]
         assert run([*arguments, "--output", plan]) == 0

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import MOST_GIB, parse_options
+from infinipipe.cli.options import MOST_GIB, parse_options, require_not_input
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes, typical_length
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
@@ -23,8 +23,12 @@ from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
 from infinipipe.planner.memory import GIB, readable_bytes
 from infinipipe.simulate import simulate_plan
+from infinipipe.train.settings import PlanSettings
 
 MOST_CHUNK_SECONDS = 86_400
+STAGES = 4
+SEQUENCE_PARALLEL = 8
+FLOPS_PER_SECOND = 100e12
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class PlanOptions:
     Attributes:
         lengths: sequence lengths: a file with one a line, a JSON list, a NumPy array, or the folder of a tokenized corpus.
         model: a preset such as 7b-a100, a cost file, or a Hugging Face config.json or its folder.
-        stages: pipeline stages; those of a Hugging Face configuration take equal time, those of a preset equally many layers, and a cost file brings its own.
-        sequence_parallel: devices that share a stage's tokens; a cost file brings its own.
+        stages: pipeline stages; those of a Hugging Face configuration take equal time, those of a preset equally many layers; 4 if not given, or those of the cost file, which has no others.
+        sequence_parallel: devices that share a stage's tokens; 8 if not given, or those of the cost file, which has no others.
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
         context: longest sequence; longer ones are clipped to it.
@@ -44,20 +48,20 @@ class PlanOptions:
         token_capacity: most tokens of a chunk.
         max_slices: most slices of the longest sequence.
         num_slices: that number itself; searched if not given.
-        recompute: auto, none, all or a number of layers of every stage.
+        recompute: auto, none, all or a number of layers of every stage, which is all where a stage has fewer.
         schedule: name of a schedule or path/to/file.py:function; auto is the planner's own choice.
         replicas: data-parallel replicas.
         time_limit: seconds after which the search returns its best plan so far.
-        chunk_seconds: fixed cost of a chunk over all stages; the preset's if not given.
-        flops_per_second: what one device reaches, for a Hugging Face configuration.
+        chunk_seconds: fixed cost of a chunk over all stages; if not given, the preset's, or for a Hugging Face configuration 0.02, as in training; not with a cost file, which has its own.
+        flops_per_second: what one device reaches; for a Hugging Face configuration only, 1e14 if not given.
         output: where to write the plan.
         compare: print all planners side by side.
     """
 
     lengths: str
     model: str
-    stages: int = 4
-    sequence_parallel: int = 8
+    stages: int | None = None
+    sequence_parallel: int | None = None
     batch: int | None = None
     seed: int = 0
     context: int | None = None
@@ -71,7 +75,7 @@ class PlanOptions:
     replicas: int = 1
     time_limit: float | None = None
     chunk_seconds: float | None = None
-    flops_per_second: float = 100e12
+    flops_per_second: float | None = None
     output: str | None = None
     compare: bool = False
 
@@ -82,12 +86,14 @@ class PlanOptions:
                 raise PlanError(f"{name} is {value}; it must be at least 1")
         if self.chunk_seconds is not None and not 0 <= self.chunk_seconds <= MOST_CHUNK_SECONDS:
             raise PlanError(f"chunk_seconds is {self.chunk_seconds}; it must be from 0 to {MOST_CHUNK_SECONDS}")
-        if self.flops_per_second < 1:
+        if self.flops_per_second is not None and self.flops_per_second < 1:
             raise PlanError(f"flops_per_second is {self.flops_per_second}; it must be at least 1")
         if self.seed < 0:
             raise PlanError(f"seed is {self.seed}; it must be at least 0")
         if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
             raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
+        read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
+        require_not_input(self.output, (*read, self.schedule.rpartition(":")[0] or None))
 
     def planner_settings(self) -> PlannerSettings:
         """The planner's part of the options."""
@@ -124,13 +130,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
-    """The cost model that ``options.model`` names, for a step over ``lengths``. Raises ``CostError``."""
-    path = Path(options.model)
+    """The cost model that ``options.model`` names, for a step over ``lengths``.
+
+    Raises ``CostError``, also for an option that such a model does not heed.
+    """
+    path, stages = Path(options.model), options.stages or STAGES
+    sequence_parallel = options.sequence_parallel or SEQUENCE_PARALLEL
     if options.model in preset_names():
+        _require_unset(options, "flops_per_second", f"preset {options.model}")
         return preset(
             options.model,
-            options.stages,
-            sequence_parallel=options.sequence_parallel,
+            stages,
+            sequence_parallel=sequence_parallel,
             chunk_seconds=options.chunk_seconds,
         )
     if not path.exists():
@@ -139,16 +150,32 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
         )
     if path.is_dir() or path.name == "config.json":
         shape = ModelShape.from_file(path)
-        stages = balanced_stages(shape, options.stages, typical_length(lengths))
+        stage_layers = balanced_stages(shape, stages, typical_length(lengths))
         return flop_cost(
             shape,
-            stages,
-            flops_per_second=options.flops_per_second,
-            chunk_seconds=options.chunk_seconds or 0.0,
-            sequence_parallel=options.sequence_parallel,
-            states=state_bytes(shape, stages, shards=options.sequence_parallel),
+            stage_layers,
+            flops_per_second=options.flops_per_second or FLOPS_PER_SECOND,
+            chunk_seconds=PlanSettings.chunk_seconds if options.chunk_seconds is None else options.chunk_seconds,
+            sequence_parallel=sequence_parallel,
+            states=state_bytes(shape, stage_layers, shards=sequence_parallel),
         )
-    return load_cost(path)
+    cost = load_cost(path)
+    for name in ("chunk_seconds", "flops_per_second"):
+        _require_unset(options, name, f"cost file {path}")
+    for name, own in (("stages", cost.num_stages), ("sequence_parallel", cost.sequence_parallel)):
+        if getattr(options, name) not in (None, own):
+            raise CostError(
+                f"{name} is {getattr(options, name)}, but the cost file {path} is of {name} {own}; leave --{name} away, or "
+                f"profile for {getattr(options, name)}"
+            )
+    return cost
+
+
+def _require_unset(options: PlanOptions, name: str, model: str) -> None:
+    if getattr(options, name) is not None:
+        raise CostError(
+            f"{name} is {getattr(options, name)}, but the {model} has times of its own; leave --{name} away"
+        )
 
 
 def batch_lengths(options: PlanOptions) -> list[int]:

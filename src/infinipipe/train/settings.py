@@ -45,7 +45,7 @@ class PlanSettings:
         num_slices: that number itself (K); 0 searches for the fastest up to max_slices
         token_capacity: most tokens of a chunk; 0 is without limit
         memory_budget: GiB of each device for weights, gradients, optimizer states and activations; 0 is without limit
-        recompute: layers of every stage that are computed again in backward: none, all, a number, or auto, which takes what the budget asks for
+        recompute: layers of every stage that are computed again in backward: none, all, a number, which is all where a stage has fewer, or auto, which takes what the budget asks for
         flops_per_second: what one device reaches, for the planner's estimate of time
         chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
         cost: cost file that infinipipe profile has written for this model and these stages, in place of that estimate
