@@ -181,7 +181,8 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
 
 def _distinct(config: dict[str, object]) -> int:
     """How many of a model's first layers have all windows that any of them has."""
-    (windows,) = (shape := ModelShape.from_config(config)).stage_windows([shape.layers])
+    shape = ModelShape.from_config(config)
+    windows = [shape.layer_window(layer) for layer in range(shape.layers)]
     return 1 + max(windows.index(window) for window in windows)
 
 

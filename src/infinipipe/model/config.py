@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 _DROPOUTS = (
@@ -41,10 +40,8 @@ def load_config(source: str | Path) -> PretrainedConfig:
         return text_config(AutoConfig.from_pretrained(path, local_files_only=True))
     except UnsupportedModelError:
         raise
-    except StrictDataclassError as error:
-        raise ValueError(f"{path} holds no usable Hugging Face configuration: {' '.join(str(error).split())}") from None
     except Exception as error:  # whatever a family's class makes of a field that it does not expect
-        message = str(error).strip().split("\n")[0]
+        message = " ".join(" ".join(str(error).strip().split("\n")[:2]).split())
         raise ValueError(f"{path} holds no usable Hugging Face configuration: {message}") from None
 
 

@@ -135,8 +135,8 @@ def measure(
 ) -> Measured:
     """Run everything: every plan once for its memory, then all plans until each has ``repeats`` undisturbed runs.
 
-    The plans come in random order in every round; where the machine is never undisturbed for long, the least disturbed runs
-    must do. ``partial`` is where parts are kept as they come. Raises ``WorkerError`` if a process fails.
+    The plans come in random order in every round; where the machine is never undisturbed for long, fewer runs must do
+    (:func:`infinipipe.profile.timing.rounds`). ``partial`` is where parts are kept as they come. Raises ``WorkerError`` if a process fails.
     """
     variants = setups(setup)
     shape = ([variant.key for variant in variants], setup.threads, setup.sequence_parallel, design, repeats, seed)

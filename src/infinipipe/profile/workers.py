@@ -162,13 +162,12 @@ def metered_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
 def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: int) -> list[float]:
     """Median seconds of one transfer of so many tokens between the first two stages: half of there and back."""
     bench = _bench(rank, setup)
-    medians = []
+    place, medians = bench.stage.index, []
     for count in num_tokens:
         seconds = []
         shape = (count, bench.stage.hidden_size)
         message = torch.zeros(shape, dtype=bench.stage.dtype, device=bench.device)
         dist.barrier()
-        place = bench.stage.index
         for _ in range(repeats if place < 2 else 0):
             incoming = bench.transport.receive(
                 Direction.BACKWARD if place == 0 else Direction.FORWARD, shape, bench.stage.dtype, bench.device
