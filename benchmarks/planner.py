@@ -43,7 +43,7 @@ from infinipipe.planner.chunking import balanced_chunking
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError
-from infinipipe.planner.schedules import lead
+from infinipipe.plan.ahead import lead
 from infinipipe.planner.solvers import close_gap, solve, solve_exactly
 from infinipipe.simulate import simulate_plan
 
@@ -216,7 +216,7 @@ def random_draft(rng: random.Random) -> Draft:
     seconds = sequence_time(cost, max(lengths))
     slices = rng.choice([2, 4, 8, 16])
     chunking = balanced_chunking(lengths, range(len(lengths)), slices, seconds, token_capacity=sum(lengths))
-    schedule = rng.choice(["1f1b", "window", "lookahead"])
+    schedule = rng.choice(["1f1b", "tapered", "lookahead"])
     return Draft((chunking.ordered(),), cost, schedule, None if schedule == "1f1b" else lead(stages, 2.0))
 
 

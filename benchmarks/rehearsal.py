@@ -33,7 +33,7 @@ def measure(stages: int, sequences: int, tries: int) -> dict[str, float]:
     settings = PlannerSettings(planner="elastic-paper", num_slices=4)
     replica = plan_step(lengths, cost, settings).replicas[0]
     table = tabulate(cost, replica.chunks)
-    speed = float(min(table.forward.min(), table.backward.min())) / SHORTEST_SECONDS
+    speed = float(min(table.seconds["forward"].min(), table.seconds["backward"].min())) / SHORTEST_SECONDS
     num_actions = sum(map(len, replica.actions))
     with WorkerPool(stages) as pool:
         rehearsals = [rehearse(replica, lengths, cost, speed=speed, pool=pool) for _ in range(tries)]

@@ -29,33 +29,33 @@ def measured(**changes: float) -> AnalyticCost:
 
 def test_context_costs_its_own() -> None:
     plain, dearer = measured(), measured(context=2e-8)
-    assert dearer.forward_seconds(CHUNKS[0], 0) == plain.forward_seconds(CHUNKS[0], 0)
-    more = dearer.forward_seconds(CHUNKS[1], 0) - plain.forward_seconds(CHUNKS[1], 0)
+    assert dearer.pass_seconds("forward", CHUNKS[0], 0) == plain.pass_seconds("forward", CHUNKS[0], 0)
+    more = dearer.pass_seconds("forward", CHUNKS[1], 0) - plain.pass_seconds("forward", CHUNKS[1], 0)
     assert more == pytest.approx(3 * 2e-8 * 2 * 100 * 100)
 
 
 def test_reach_counts_what_a_cut_slice_attends_to() -> None:
     plain, dearer = measured(), measured(reach=1e-6)
-    extra = [dearer.backward_seconds(chunk, 1) - plain.backward_seconds(chunk, 1) for chunk in CHUNKS]
+    extra = [dearer.pass_seconds("backward", chunk, 1) - plain.pass_seconds("backward", chunk, 1) for chunk in CHUNKS]
     assert extra == pytest.approx([3e-6 * reach for reach in (100, 200, 250, 0)])
 
 
 def test_a_context_costs_a_call_more() -> None:
     plain, dearer = measured(), measured(resumed=1e-3)
-    extra = [dearer.forward_seconds(chunk, 0) - plain.forward_seconds(chunk, 0) for chunk in CHUNKS]
+    extra = [dearer.pass_seconds("forward", chunk, 0) - plain.pass_seconds("forward", chunk, 0) for chunk in CHUNKS]
     assert extra == pytest.approx([0.0, 3e-3, 3e-3, 0.0])
 
 
 def test_head_and_loss_have_a_fixed_cost() -> None:
     plain, dearer = measured(), measured(head_chunk=0.5)
-    extra = [dearer.forward_seconds(CHUNKS[0], stage) - plain.forward_seconds(CHUNKS[0], stage) for stage in (0, 1)]
+    extra = [dearer.pass_seconds("forward", CHUNKS[0], stage) - plain.pass_seconds("forward", CHUNKS[0], stage) for stage in (0, 1)]
     assert extra == pytest.approx([0.0, 0.5])
     assert dearer.chunk_seconds() == pytest.approx(plain.chunk_seconds() + 2 * 0.5)
 
 
 def test_small_chunks_are_less_efficient() -> None:
     plain, dearer = measured(), measured(short=1e-6, full=200.0)
-    extra = [dearer.forward_seconds(chunk, 0) - plain.forward_seconds(chunk, 0) for chunk in CHUNKS]
+    extra = [dearer.pass_seconds("forward", chunk, 0) - plain.pass_seconds("forward", chunk, 0) for chunk in CHUNKS]
     assert extra == pytest.approx([3e-6 * missing for missing in (100, 70, 150, 0)])
 
 
@@ -71,10 +71,10 @@ def test_the_table_has_every_term() -> None:
     table = tabulate(cost, CHUNKS)
     for stage in range(2):
         for number, chunk in enumerate(CHUNKS):
-            assert table.forward[stage, number] == pytest.approx(cost.forward_seconds(chunk, stage))
+            assert table.seconds["forward"][stage, number] == pytest.approx(cost.pass_seconds("forward", chunk, stage))
             assert table.layer_recompute[stage, number] == pytest.approx(cost.recompute_seconds(chunk, stage, 1))
-            assert table.forward_transient[stage, number] == pytest.approx(
-                cost.forward_transient_bytes(chunk, stage, 0), abs=1
+            assert table.transient["forward"][0][stage, number] == pytest.approx(
+                cost.transient_bytes("forward", chunk, stage, 0), abs=1
             )
 
 
@@ -82,8 +82,8 @@ def test_a_small_chunk_needs_its_share_of_the_head_block() -> None:
     cost = measured()
     block, message = cost.memory.head_block, cost.memory.forward_kept
     small, large = Chunk((Slice(0, 0, 32, 32),)), CHUNKS[3]
-    assert cost.forward_transient_bytes(small, 1, 0) == round(block / 4 + 32 * message)
-    assert cost.forward_transient_bytes(large, 1, 0) == round(block + 780 * message)
+    assert cost.transient_bytes("forward", small, 1, 0) == round(block / 4 + 32 * message)
+    assert cost.transient_bytes("forward", large, 1, 0) == round(block + 780 * message)
 
 
 def test_a_file_keeps_every_term(tmp_path: Path) -> None:
@@ -91,5 +91,5 @@ def test_a_file_keeps_every_term(tmp_path: Path) -> None:
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost
     np.testing.assert_array_equal(
-        tabulate(load_cost(tmp_path / "cost.json"), CHUNKS).backward, tabulate(cost, CHUNKS).backward
+        tabulate(load_cost(tmp_path / "cost.json"), CHUNKS).seconds["backward"], tabulate(cost, CHUNKS).seconds["backward"]
     )

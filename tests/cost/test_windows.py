@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, PassTime, flop_cost, load_cost, save_cost, tabulate
 from infinipipe.cost.work import chunk_work, chunks_work
 from infinipipe.plan import Chunk, Slice
+from tests.cost.tables import assert_same_table
 from tests.cost.test_analytic import OneByOne
 
 SHAPE = ModelShape(
@@ -76,8 +77,8 @@ def test_stages_cost_what_their_layers_do() -> None:
     def layers(pairs: list[int]) -> float:
         return sum((2 * 64 * p + 2 * SHAPE.layer_weights * 130) / 1e9 + 1e-3 / 7 for p in pairs)
 
-    assert cost.forward_seconds(chunk, 0) == pytest.approx(layers([local, local]))
-    assert cost.backward_seconds(chunk, 1) == pytest.approx(2 * layers([full, local, local]))
+    assert cost.pass_seconds("forward", chunk, 0) == pytest.approx(layers([local, local]))
+    assert cost.pass_seconds("backward", chunk, 1) == pytest.approx(2 * layers([full, local, local]))
     assert cost.recompute_seconds(chunk, 1, 1) == pytest.approx(layers([full]))
     assert cost.recompute_seconds(chunk, 1, 2) == pytest.approx(layers([full, local]))
 
@@ -86,10 +87,7 @@ def test_stages_cost_what_their_layers_do() -> None:
 def test_the_table_holds_what_the_methods_say(time: PassTime | None) -> None:
     cost = cost_of(SHAPE, time)
     fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
-    for field in dataclasses.fields(fast):
-        a, b = getattr(fast, field.name), getattr(slow, field.name)
-        tolerance = 1.0 if field.name.endswith(("activation", "saving", "transient", "full")) else 0.0
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=tolerance, err_msg=field.name)
+    assert_same_table(fast, slow)
     first = [[2, 0, 1, 2], [3, 2, 1, 0], [1, 1, 2, 0]]
     expected = [
         [cost.recompute_seconds(chunk, stage, layers) for chunk, layers in zip(CHUNKS, row, strict=True)]
@@ -105,16 +103,14 @@ def test_the_table_agrees_on_stages_without_layers(windows: tuple[int, ...]) -> 
     cost = flop_cost(dataclasses.replace(SHAPE, windows=windows), (4, 0, 3, 0), element_bytes=4)
     cost = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, backward_context=1e5))
     fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
-    np.testing.assert_allclose(fast.backward_transient_full, slow.backward_transient_full, atol=1.0)
+    assert_same_table(fast, slow)
 
 
 @pytest.mark.parametrize("windows", [(), (0,), (10**6,), (0, 0, 10**6)])
 def test_windows_that_limit_nothing_change_nothing(windows: tuple[int, ...]) -> None:
     plain, cost = (cost_of(dataclasses.replace(SHAPE, windows=w), TIME) for w in ((), windows))
     expected, table = tabulate(plain, CHUNKS), tabulate(cost, CHUNKS)
-    for field in dataclasses.fields(table):
-        a, b = getattr(table, field.name), getattr(expected, field.name)
-        np.testing.assert_allclose(a, b, rtol=0 if 10**6 not in windows else 1e-14, err_msg=field.name)
+    assert_same_table(table, expected, rtol=0 if 10**6 not in windows else 1e-14, atol=0)
     assert cost.work_seconds([250, 90]) == pytest.approx(plain.work_seconds([250, 90]), rel=1e-14)
 
 
@@ -129,8 +125,8 @@ def test_a_shape_without_windows_costs_as_the_formulas_say() -> None:
         layer = TIME.pair * pairs + TIME.token * chunk.num_tokens + 0.0 * len(chunk.slices) + TIME.chunk
         layer = layer + (TIME.context * (2 * partial * (reach - partial)) + TIME.reach * reach)
         layer = layer + TIME.resumed * (reach > partial)
-        assert table.forward[1, number] == layer * 3
-        assert cost.forward_seconds(chunk, 1) == layer * 3
+        assert table.seconds["forward"][1, number] == layer * 3
+        assert cost.pass_seconds("forward", chunk, 1) == layer * 3
         assert table.recompute[1, 2, number] == cost.recompute_seconds(chunk, 1, 2) == layer * 2
 
 
@@ -142,14 +138,14 @@ def test_a_model_of_windows_computes_whole_sequences_in_linear_time() -> None:
     for lengths in ([1000], [30, 70, 500]):
         chunk = Chunk(tuple(Slice(i, 0, n, n) for i, n in enumerate(lengths)))
         alone = flop_cost(SHAPE, (7,), flops_per_second=1e9)
-        seconds = alone.forward_seconds(chunk, 0) + alone.backward_seconds(chunk, 0)
+        seconds = alone.pass_seconds("forward", chunk, 0) + alone.pass_seconds("backward", chunk, 0)
         assert alone.work_seconds(lengths) == pytest.approx(seconds)
 
 
 def test_only_full_layers_reach_the_whole_context_in_backward() -> None:
     chunk = Chunk((Slice(0, 5000, 5100, 5100),))
     needs = [
-        cost_of(dataclasses.replace(SHAPE, windows=windows)).backward_transient_bytes(chunk, 1, 0)
+        cost_of(dataclasses.replace(SHAPE, windows=windows)).transient_bytes("backward", chunk, 1, 0)
         for windows in ((), (40, 40, 0), (40,), (5100,))
     ]
     assert needs[0] == needs[1] == needs[3]

@@ -20,6 +20,7 @@ from infinipipe.plan import (
     ChunkKind,
     Forward,
     Pipeline,
+    Placement,
     Plan,
     PlanError,
     ReplicaPlan,
@@ -86,11 +87,12 @@ def test_json_round_trip_and_hash(tmp_path: Path) -> None:
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_random_plans_validate_and_survive_json(seed: int, num_stages: int, num_replicas: int) -> None:
-    from infinipipe.verify.plans import random_plan
+    from infinipipe.verify.plans import random_placement, random_plan
 
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 7, 137, 2041]) for _ in range(rng.randint(1, 9))]
-    plan = random_plan(rng, lengths, (2,) * num_stages, num_replicas=num_replicas)
+    placement = random_placement(rng, num_stages)
+    plan = random_plan(rng, lengths, (2,) * placement.num_parts, num_replicas=num_replicas, placement=placement)
     assert from_json(to_json(plan)) == plan
 
 
@@ -151,16 +153,60 @@ BROKEN: list[tuple[str, Callable[[], Plan], str]] = [
         "pipeline 2 has no chunks",
     ),
     ("unknown chunk", lambda: swap_actions(1, "F0 F1 F2 B2 B1 B0 F9"), "there are 4 chunks"),
-    ("forward twice", lambda: swap_actions(1, "F0 F0"), "was forwarded already"),
+    ("forward twice", lambda: swap_actions(1, "F0 F0"), "the chunk went forward already"),
     ("forward order", lambda: swap_actions(1, "F1 F0 F2 B2 B1 B0 F3 B3"), "slices run forward in order"),
-    ("backward first", lambda: swap_actions(1, "B0"), "has not been forwarded"),
+    ("backward first", lambda: swap_actions(1, "B0"), "the activations of the chunk are not there; it comes after F0"),
     ("backward early", lambda: swap_actions(1, "F0 F1 B1 F2 B2 B0 F3 B3"), "before a later slice"),
     ("backward order", lambda: swap_actions(1, "F0 F1 F2 B1 B2 B0 F3 B3"), "before a later slice"),
-    ("backward twice", lambda: swap_actions(1, "F0 F1 F2 F3 B3 B3"), "backward was done already"),
-    ("backward missing", lambda: swap_actions(1, "F0 F1 F2 B2 B1 B0 F3"), "never runs the backward of chunk 3"),
+    ("backward twice", lambda: swap_actions(1, "F0 F1 F2 F3 B3 B3"), "the chunk went backward already"),
+    ("backward missing", lambda: swap_actions(1, "F0 F1 F2 B2 B1 B0 F3"), "never runs chunk 3 backward"),
+    ("forward missing", lambda: swap_actions(1, "F0 F1 F2 B2 B1 B0"), "never runs chunk 3 forward"),
+    (
+        "weight gradients missing",
+        lambda: swap_actions(1, "F0 F1 F2 B2 B1 B0 F3 I3"),
+        "never releases the operands of weight gradients of chunk 3; W3 is missing",
+    ),
+    (
+        "weight gradients first",
+        lambda: swap_actions(1, "F0 F1 F2 W2 I2 B1 B0 F3 B3"),
+        "the operands of weight gradients of the chunk are not there; it comes after I2",
+    ),
+    ("weight gradients of a whole backward", lambda: swap_actions(1, "F0 F1 F2 B2 W2"), "it comes after I2"),
+    ("both kinds of backward", lambda: swap_actions(1, "F0 F1 F2 B2 I2"), "went backward already"),
+    ("first halves out of order", lambda: swap_actions(1, "F0 F1 F2 I1 W1 I2 W2 B0 F3 B3"), "before a later slice"),
+    ("a part that is not there", lambda: swap_actions(1, "F0@2"), "stage 1, action F0@2: the stage has part 1 alone"),
+    ("wrong placement", lambda: _placed(((0, 2), (1,))), "names 3 parts, but stage_layers has 4"),
+    ("part twice", lambda: _placed(((0, 1), (1, 2))), "must name every part from 0 on exactly once"),
+    ("parts not in order", lambda: _placed(((2, 0), (1, 3))), "of stage 0; they must ascend"),
+    ("stage without a part", lambda: _placed(((0, 1, 2, 3), ())), "leaves stage 1 without a part"),
+    ("unnamed part", lambda: _placed(((0, 2), (1, 3)), "F0"), "the stage has the parts 0, 2; the action must name one"),
+    ("other stage's part", lambda: _placed(((0, 2), (1, 3)), "F0@1"), "has the parts 0, 2"),
+    ("handed over before it is made", lambda: _placed(((0, 1), (2, 3)), "F0@1 F0@0 B0@1 B0@0"), "waits for F0@0, which comes"),
+    ("replicas placed otherwise", lambda: _two_placements(), "replica 1 places parts otherwise"),
     ("crossing messages", lambda: swap_actions(1, "F3 B3 F0 F1 F2 B2 B1 B0"), "messages cross"),
     ("deadlock", lambda: _deadlocked(), "deadlock"),
 ]
+
+
+def _placed(parts: tuple[tuple[int, ...], ...], first: str | None = None) -> Plan:
+    """One chunk over two stages of two parts; ``first`` are the actions of stage 0, if they are to be others."""
+    lengths = (5,)
+    replica = build_replica([Pipeline((Chunk(whole(lengths, [0])),))], Placement.v_shaped(2), schedule="interleaved")
+    rows = [*replica.actions]
+    if first is not None:
+        rows[0] = tuple(map(Action.parse, first.split()))
+    if parts == ((0, 1), (2, 3)):
+        rows[1] = tuple(map(Action.parse, "F0@2 F0@3 B0@3 B0@2".split()))
+    return Plan((1,) * 4, lengths, (replace(replica, actions=tuple(rows), placement=Placement(parts)),))
+
+
+def _two_placements() -> Plan:
+    lengths = (5, 6)
+    replicas = [
+        build_replica([Pipeline((Chunk(whole(lengths, [i])),))], placement, schedule="zero-bubble")
+        for i, placement in enumerate((Placement.v_shaped(2), Placement.interleaved(2)))
+    ]
+    return Plan((1,) * 4, lengths, tuple(replicas))
 
 
 def _deadlocked() -> Plan:
@@ -214,6 +260,10 @@ def change_json(**changes: Any) -> str:
         (change_json(replicas=[{"pipelines": [], "actions": [7], "recompute": []}]), "must be a text"),
         (change_json(replicas=[{"pipelines": [], "actions": ["X1"], "recompute": []}]), "action 'X1'"),
         (change_json(replicas=[{"pipelines": [], "actions": ["F" + "9" * 5000], "recompute": []}]), "action 'F999"),
+        (change_json(replicas=[{"pipelines": [], "actions": ["F1@"], "recompute": []}]), "such as F12@5"),
+        (change_json(placement=[]), "the placement names no stage"),
+        (change_json(placement=[[0, 1.5]]), r"placement\[0\] must be a list of whole numbers"),
+        (change_json(placement=[[0, 1], [3]]), "must name every part from 0 on exactly once"),
     ],
 )
 def test_malformed_json_is_named(text: str, message: str) -> None:

@@ -15,6 +15,7 @@ from infinipipe.plan import (
     Compute,
     Direction,
     Pipeline,
+    Placement,
     Plan,
     PlanError,
     Receive,
@@ -23,10 +24,11 @@ from infinipipe.plan import (
     build_replica,
     cut,
     default_warmup,
-    operations,
+    num_splits,
+    placement_named,
     whole,
 )
-from infinipipe.verify.plans import random_chunks
+from infinipipe.verify.plans import random_chunks, random_placement
 
 
 def words(plan: list[str] | tuple[object, ...]) -> str:
@@ -98,9 +100,9 @@ def test_a_users_schedule_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from infinipipe.plan import Backward, Forward\n"
-        "def one_by_one(pipelines, num_stages, warmup):\n"
+        "def one_by_one(pipelines, placement, warmup):\n"
         "    n = sum(len(chunks) for chunks in pipelines)\n"
-        "    return [[a for i in range(n) for a in (Forward(i), Backward(i))]] * num_stages\n"
+        "    return [[a for i in range(n) for a in (Forward(i), Backward(i))]] * placement.num_stages\n"
     )
     lengths = (5, 6)
     pipeline = Pipeline((Chunk(whole(lengths, [0])), Chunk(whole(lengths, [1]))))
@@ -112,7 +114,7 @@ def test_a_users_schedule_comes_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("2f2b", "there is no schedule '2f2b'; use one of 1f1b, gpipe"),
+        ("2f2b", "there is no schedule '2f2b'; use one of 1f1b, gpipe, interleaved"),
         ("absent.py:f", "cannot load the schedule file"),
         ("{tmp}/broken.py:f", "fails when loaded: ZeroDivisionError"),
         ("{tmp}/empty.py:f", "has no function 'f'"),
@@ -130,39 +132,88 @@ def test_warmup_must_name_every_stage() -> None:
         build_replica([], 2, warmup=[1])
 
 
+@given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from(["interleaved", "zero-bubble"]))
+@settings(max_examples=150, deadline=None)
+def test_any_chunks_and_placement_give_legal_schedules(seed: int, num_stages: int, schedule: str) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 2, 9, 50]) for _ in range(rng.randint(1, 8))]
+    pipeline = Pipeline(tuple(random_chunks(rng, lengths, range(len(lengths)), max_slices=6)))
+    placement = random_placement(rng, num_stages)
+    warmup = [rng.randint(0, 5) for _ in range(num_stages)] if rng.random() < 0.5 else None
+    replica = build_replica([pipeline], placement, schedule=schedule, warmup=warmup)
+    Plan((1,) * placement.num_parts, tuple(lengths), (replica,)).validate()
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_halves_of_backwards_hold_no_more_than_1f1b(num_stages: int, num_slices: int) -> None:
+    """Chunks between their forward and their weight gradients, at most: on every stage as many as on 1F1B's first."""
+    pipeline, _ = split_pipeline(64, num_slices, 12)
+    held = build_replica([pipeline], num_stages, schedule="zero-bubble")
+    most = num_stages + num_splits(pipeline.chunks) - 1
+    for actions in held.actions:
+        now = peak = 0
+        for action in actions:
+            now += {"F": 1, "I": 0, "W": -1}[action.kind.value]
+            peak = max(peak, now)
+        assert peak <= most
+
+
+def test_placements_are_what_their_names_say() -> None:
+    assert Placement.interleaved(2, 3).parts == ((0, 2, 4), (1, 3, 5))
+    assert Placement.v_shaped(3).parts == ((0, 5), (1, 4), (2, 3))
+    assert Placement.v_shaped(2, 3).parts == ((0, 3, 4), (1, 2, 5))
+    assert Placement.v_shaped(3).stage_of == (0, 1, 2, 2, 1, 0)
+    assert placement_named("plain", 3, 1).is_plain
+    with pytest.raises(ValueError, match="no placement 'w'; use one of plain, interleaved, v"):
+        placement_named("w", 2, 2)
+    with pytest.raises(ValueError, match="needs at least 2 parts on each stage, not 1"):
+        placement_named("v", 2, 1)
+    with pytest.raises(ValueError, match="1 part on each stage, not 2"):
+        placement_named("plain", 2, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "tapered", "lookahead"])
+def test_schedules_of_one_part_refuse_several(schedule: str) -> None:
+    lengths = (8,)
+    with pytest.raises(PlanError, match=f"the schedule {schedule} has one part .* 4 parts on 2 stages"):
+        build_replica([Pipeline((Chunk(whole(lengths, [0])),))], Placement.v_shaped(2), schedule=schedule)
+
+
 @given(st.integers(0, 10_000), st.integers(2, 5))
 @settings(max_examples=60, deadline=None)
 def test_messages_pair_up_in_number_order_and_size(seed: int, num_stages: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.choice([1, 2, 9, 50]) for _ in range(rng.randint(1, 8))]
     pipeline = Pipeline(tuple(random_chunks(rng, lengths, range(len(lengths)), max_slices=6)))
-    replica = build_replica([pipeline], num_stages)
-    programs = [operations(replica, stage) for stage in range(num_stages)]
-    for stage, program in enumerate(programs):
-        for direction, step in ((Direction.FORWARD, 1), (Direction.BACKWARD, -1)):
-            sent = [(o.chunk, o.num_tokens) for o in program if isinstance(o, Send) and o.direction == direction]
-            if not 0 <= stage + step < num_stages:
-                assert not sent
-                continue
-            received = [
-                (o.chunk, o.num_tokens)
-                for o in programs[stage + step]
-                if isinstance(o, Receive) and o.direction == direction
-            ]
-            assert sent == received
-            assert len(sent) == len(pipeline.chunks)
+    placement = random_placement(rng, num_stages)
+    replica = build_replica([pipeline], placement, schedule=rng.choice(["interleaved", "zero-bubble"]))
+    programs = [replica.program.operations(stage) for stage in range(num_stages)]
+    sent, received = (
+        {
+            channel: [(stage, o.chunk, o.num_tokens) for stage, p in enumerate(programs) for o in p if isinstance(o, kind) and o.channel == channel]
+            for channel in replica.program.channels
+        }
+        for kind in (Send, Receive)
+    )
+    for channel in replica.program.channels:
+        source, target = placement.stage_of[channel.source], placement.stage_of[channel.target]
+        assert {stage for stage, _, _ in sent[channel]} <= {source}
+        assert {stage for stage, _, _ in received[channel]} <= {target}
+        assert [message[1:] for message in sent[channel]] == [message[1:] for message in received[channel]]
+        assert len(sent[channel]) == (0 if source == target else len(pipeline.chunks))
 
 
 def test_receives_are_posted_one_action_ahead() -> None:
     lengths = (8,) * 4
     pipeline = Pipeline(tuple(Chunk(whole(lengths, [i])) for i in range(4)))
-    program = operations(build_replica([pipeline], 3), 1)
-    for direction, kind in ((Direction.FORWARD, ActionKind.FORWARD), (Direction.BACKWARD, ActionKind.BACKWARD)):
+    program = build_replica([pipeline], 3).program.operations(1)
+    for direction in Direction:
         posted = 0
         used = 0
         for operation in program:
-            if isinstance(operation, Receive) and operation.direction == direction:
+            if isinstance(operation, Receive) and operation.channel.direction == direction:
                 posted += 1
-            if isinstance(operation, Compute) and operation.action.kind == kind:
+            if isinstance(operation, Compute) and operation.action.kind.row.flow == direction:
                 used += 1
                 assert posted == min(used + 1, 4)

@@ -12,7 +12,7 @@ from infinipipe.planner import PLANNERS, BudgetError, PlannerSettings, check, pl
 from infinipipe.planner.chunking import SequenceTime
 from infinipipe.planner.compare import UNPIPED, compare, ideal_seconds
 from infinipipe.planner.draft import Draft
-from infinipipe.planner.schedules import lead
+from infinipipe.plan.ahead import lead
 from infinipipe.simulate import simulate_plan
 
 GB = 10**9
@@ -113,7 +113,7 @@ def test_budget_errors_name_the_replica() -> None:
         plan_step(batch(8, 20), cost_of(2), PlannerSettings(replicas=2, memory_budget=1 * GB))
 
 
-@pytest.mark.parametrize("schedule", ["window", "lookahead"])
+@pytest.mark.parametrize("schedule", ["tapered", "lookahead"])
 @pytest.mark.parametrize("per_stage", [0.0, 1.0, 2.5])
 def test_schedules_are_valid_and_the_lookahead_holds_less(schedule: str, per_stage: float) -> None:
     cost, lengths = cost_of(4), batch(9, 60)
@@ -123,7 +123,7 @@ def test_schedules_are_valid_and_the_lookahead_holds_less(schedule: str, per_sta
     draft = Draft((chunks,), cost, schedule, lead(4, per_stage))
     if per_stage == 2.5 and schedule == "lookahead":
         assert max(draft.peaks(draft.uniform(0))) < max(
-            (other := Draft((chunks,), cost, "window", lead(4, per_stage))).peaks(other.uniform(0))
+            (other := Draft((chunks,), cost, "tapered", lead(4, per_stage))).peaks(other.uniform(0))
         )
     wanted = PlannerSettings(schedule=schedule, num_slices=6)
     plan_step(lengths, cost, wanted).validate()
@@ -134,7 +134,7 @@ def test_running_ahead_hides_what_1f1b_shows() -> None:
     """Unequal chunks stop all stages of 1F1B; two forwards of lead per stage absorb it."""
     cost, lengths = cost_of(4, 0.0), batch(10, 200)
     paper = plan_replica(lengths, range(200), cost, PlannerSettings(planner="elastic-paper", num_slices=12)).draft
-    ahead = Draft(paper.pipelines, cost, "window", lead(4, 2.0))
+    ahead = Draft(paper.pipelines, cost, "tapered", lead(4, 2.0))
     assert ahead.seconds_without_recompute < paper.seconds_without_recompute
 
 

@@ -12,7 +12,7 @@ from infinipipe.plan import ActionKind, Chunk, ReplicaPlan, Slice
 from infinipipe.planner.chunking import SequenceTime, balanced_chunking
 from infinipipe.planner.draft import Draft
 from infinipipe.planner.recompute import aggregated_bound
-from infinipipe.planner.schedules import lead
+from infinipipe.plan.ahead import lead
 from infinipipe.planner.solvers import solve, solve_exactly, solve_quickly, solve_relaxation
 
 SHAPE = ModelShape(layers=6, hidden=64, intermediate=192, heads=8, kv_heads=4, head_dim=8, vocab=100)
@@ -53,11 +53,11 @@ def peak_by_ledger(replica: ReplicaPlan, cost: AnalyticCost, stage: int) -> int:
             held += cost.activation_bytes(chunk, stage, layers[action.chunk])
             if piece is not None and first[piece.sequence] == action.chunk:
                 held += cost.kv_bytes(piece.length, stage)
-            needed = cost.forward_transient_bytes(chunk, stage, layers[action.chunk])
+            needed = cost.transient_bytes("forward", chunk, stage, layers[action.chunk])
         else:
             if piece is not None and last[piece.sequence] == action.chunk:
                 held += cost.dkv_bytes(piece.start, stage)
-            needed = cost.backward_transient_bytes(chunk, stage, layers[action.chunk])
+            needed = cost.transient_bytes("backward", chunk, stage, layers[action.chunk])
             needed += cost.message_bytes(chunk.num_tokens) if stage < final else 0
         peak = max(peak, held + needed + _messages(replica, cost, stage, place, waiting=False))
         if not forward:
@@ -96,7 +96,7 @@ cases = st.tuples(
     st.lists(st.integers(1, 900), min_size=1, max_size=8),
     st.integers(1, 6),
     st.sampled_from([(6,), (3, 3), (2, 2, 2), (1, 3, 2)]),
-    st.sampled_from([("1f1b", 1.0), ("window", 2.0), ("lookahead", 1.0)]),
+    st.sampled_from([("1f1b", 1.0), ("tapered", 2.0), ("lookahead", 1.0)]),
     st.floats(0.0, 1.0),
 )
 

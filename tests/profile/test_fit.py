@@ -59,9 +59,9 @@ def layout_samples(stage_layers: tuple[int, ...], windows: tuple[int, ...] = ())
             for action in actions:
                 chunk, backward = replica.chunks[action.chunk], action.kind is ActionKind.BACKWARD
                 layers = min(replica.recompute[stage][action.chunk], 1 + action.chunk % 3) if backward else 0
-                seconds = cost.forward_seconds(chunk, stage)
+                seconds = cost.pass_seconds("forward", chunk, stage)
                 if backward:
-                    seconds = cost.backward_seconds(chunk, stage) + cost.recompute_seconds(chunk, stage, layers)
+                    seconds = cost.pass_seconds("backward", chunk, stage) + cost.recompute_seconds(chunk, stage, layers)
                 ends = (stage == 0, stage == len(stage_layers) - 1)
                 own = cost.layer_windows[stage]
                 samples.append(Sample(action.kind, chunk, stage_layers[stage], layers, *ends, seconds, own))

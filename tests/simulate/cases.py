@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,18 @@ class RoundCost:
 
     stage_layers: tuple[int, ...]
     message_latency: float = 0.25
+    placed: Placement | None = None
 
-    def forward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return 1.0 + sum(s.num_tokens * (1 + s.start + s.num_tokens) for s in chunk.slices) / 64
+    @property
+    def placement(self) -> Placement:
+        return self.placed or Placement.plain(len(self.stage_layers))
 
-    def backward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return 2 * self.forward_seconds(chunk, stage)
+    def pass_seconds(self, column: str, chunk: Chunk, part: int) -> float:
+        forward = 1.0 + sum(s.num_tokens * (1 + s.start + s.num_tokens) for s in chunk.slices) / 64
+        return {"forward": 1, "backward": 2, "backward_input": 1.25, "backward_weight": 0.75}[column] * forward
 
     def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
-        return self.forward_seconds(chunk, stage) * layers / max(self.stage_layers[stage], 1)
+        return self.pass_seconds("forward", chunk, stage) * layers / max(self.stage_layers[stage], 1)
 
     def message_seconds(self, num_tokens: int) -> float:
         return self.message_latency + num_tokens / 128
@@ -37,11 +40,20 @@ class RoundCost:
     def dkv_bytes(self, length: int, stage: int) -> int:
         return 4 * length * self.stage_layers[stage]
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return 3 * chunk.num_tokens
+    def weight_operand_bytes(self, chunk: Chunk, part: int) -> int:
+        return 6 * chunk.num_tokens * self.stage_layers[part]
 
-    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return (7 if 0 < layers == self.stage_layers[stage] else 5) * chunk.num_tokens
+    def transient_bytes(self, column: str, chunk: Chunk, part: int, layers: int) -> int:
+        if column == "forward":
+            return 3 * chunk.num_tokens
+        if column == "backward_weight":
+            return chunk.num_tokens
+        total = self.stage_layers[part]
+        need = (7 if 0 < layers == total else 5) * chunk.num_tokens
+        if column == "backward_input" and layers:
+            # Behind every layer that is computed again, the operands of the others: 6 where there were 10, or 1.
+            need = max(need, (7 + (total - 1) * 5 - (total - layers) * 9) * chunk.num_tokens)
+        return need
 
     def message_bytes(self, num_tokens: int) -> int:
         return num_tokens
@@ -57,9 +69,17 @@ def equal_chunks(num_chunks: int) -> tuple[list[int], tuple[Chunk, ...]]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8) -> Plan:
-    """Valid plans of one replica: cut and whole sequences, hybrid chunks, several pipelines, any warm-up and recompute."""
-    stage_layers = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=max_stages)))
+def plans(draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8, split: bool = True, parts: bool = True) -> Plan:
+    """Valid plans of one replica: cut and whole sequences, hybrid chunks, several pipelines, any warm-up and recompute.
+
+    Some have backwards in two halves if ``split``, several parts on each stage if ``parts``.
+    """
+    placement = Placement.plain(draw(st.integers(1, max_stages)))
+    if parts and draw(st.integers(0, 2)) == 0:
+        make = draw(st.sampled_from([Placement.interleaved, Placement.v_shaped]))
+        placement = make(draw(st.integers(1, 3)), draw(st.integers(2, 3)))
+    count = placement.num_parts
+    stage_layers = tuple(draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)))
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=max_sequences))
     pipelines: list[list[Chunk]] = [[]]
     for sequence, length in enumerate(lengths):
@@ -80,12 +100,13 @@ def plans(draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8) -> Pl
     num_chunks = sum(map(len, pipelines))
     warmup = None
     if draw(st.booleans()):
-        warmup = sorted((draw(st.integers(0, num_chunks)) for _ in stage_layers), reverse=True)
+        warmup = sorted((draw(st.integers(0, num_chunks)) for _ in range(placement.num_stages)), reverse=True)
+    schedules = (["1f1b", "gpipe"] if placement.is_plain else ["interleaved"]) + ["zero-bubble"] * split
     recompute = [[draw(st.integers(0, layers)) for _ in range(num_chunks)] for layers in stage_layers]
     replica = build_replica(
         [Pipeline(tuple(chunks)) for chunks in pipelines],
-        len(stage_layers),
-        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        placement,
+        schedule=draw(st.sampled_from(schedules)),
         warmup=warmup,
         recompute=recompute,
     )

@@ -57,7 +57,7 @@ def test_warmup_and_cooldown_bubbles_of_1f1b() -> None:
     """Of forward 2 and backward 4 seconds on three stages: stage p waits 2p for its first forward, then for backwards."""
     replica = build_replica([Pipeline(equal_chunks(6)[1])], 3)
     cost = FreeMessages((1, 1, 1))
-    forward = cost.forward_seconds(replica.chunks[0], 0)
+    forward = cost.pass_seconds("forward", replica.chunks[0], 0)
     stages = simulate(replica, cost).stages
     assert [s.warmup_bubble for s in stages] == pytest.approx([4 * forward, 2 * forward + forward, 2 * forward])
     assert [s.cooldown_bubble for s in stages] == pytest.approx([2 * forward, 3 * forward, 4 * forward])
@@ -127,9 +127,9 @@ def _living(simulation: Simulation, cost: RoundCost, plan: Plan, stage: int, mom
         if forward[index].start <= moment < backward[index].end:
             total += cost.activation_bytes(chunk, stage, layers)
         if _runs(forward[index], moment):
-            total += cost.forward_transient_bytes(chunk, stage, layers)
+            total += cost.transient_bytes("forward", chunk, stage, layers)
         if _runs(backward[index], moment):
-            total += cost.backward_transient_bytes(chunk, stage, layers)
+            total += cost.transient_bytes("backward", chunk, stage, layers)
         if chunk.partial is not None:
             slices.setdefault(chunk.partial.sequence, []).append(index)
     for sequence, indices in slices.items():
@@ -189,8 +189,8 @@ def test_properties_of_any_simulation(plan: Plan) -> None:
         assert produced.end <= message.ready <= message.start <= message.end <= used.start
     for index, chunk in enumerate(replica.chunks):
         path = sum(
-            cost.forward_seconds(chunk, stage)
-            + cost.backward_seconds(chunk, stage)
+            cost.pass_seconds("forward", chunk, stage)
+            + cost.pass_seconds("backward", chunk, stage)
             + cost.recompute_seconds(chunk, stage, replica.recompute[stage][index])
             for stage in range(plan.num_stages)
         )

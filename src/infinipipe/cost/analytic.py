@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from infinipipe.cost.shape import CostError, ModelShape
-from infinipipe.cost.table import CostTable
+from infinipipe.cost.table import PILING_UP, Columns, CostTable, message_bytes, sequence_bytes
 from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger, mean_work, prefix_pairs
-from infinipipe.plan import Chunk
+from infinipipe.plan import Chunk, Placement
+from infinipipe.plan.kinds import ACTIVATIONS, WEIGHT_OPERANDS
 
 
 def _refuse_negative(owner: object, *names: str) -> None:
@@ -30,10 +31,10 @@ class PassTime:
         token: a layer's, per token (``a2``).
         slice: a layer's, per slice of the chunk: what packing costs.
         chunk: a layer's, per chunk (``b1`` over all layers).
-        stage: a stage's, per chunk, whatever its layers.
-        embedding_token: the first stage's, per token.
+        stage: a part's, per chunk, whatever its layers.
+        embedding_token: the first part's, per token.
         embedding_chunk: the same, per chunk: in a backward, adding up the gradient of the whole embedding.
-        head_token: the last stage's head and loss, per token.
+        head_token: the last part's head and loss, per token.
         head_chunk: the same, per chunk.
         context: a layer's, per unit of ``crossed``, without a window ``2 C s``, beyond ``pair``: negative where attention to
             the context, which needs no mask, is faster than causal attention.
@@ -84,21 +85,22 @@ class MemoryUse:
         layer: a kept layer's activations, without keys and values.
         layer_kv: keys and values that a kept layer saves for tokens of whole sequences (cut ones use the store).
         layer_input: what a recomputed layer holds: its input.
-        chunk: held per stage whatever is recomputed (rotary tables and the like).
-        head: held on the last stage beside that: what the last norm saves and the gradient of the hidden states.
+        chunk: held per part whatever is recomputed (rotary tables and the like).
+        head: held at the last part beside that: what the last norm saves and the gradient of the hidden states.
         kv: a layer's keys and values in the store of a cut sequence.
         dkv: their gradients.
         message: hidden states of one token.
         forward_kept, forward_recomputed: the most that the forward of one layer needs beyond what it leaves.
         layer_shared: of a layer's activations, those that are its input itself.
         backward: the most that the backward of a layer's MLP needs beyond the layer's activations and its gradient.
-        backward_weight: what it needs beside its largest weight gradient, before that is added up.
-        backward_attention: the same for its attention, when the MLP's activations are gone.
+        backward_product: what it needs while the gradient of its widest weight is added up.
+        backward_attention: the most that the backward of its attention needs, when the MLP's activations are gone.
         backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
-        head_block: bytes of one token block of head and loss on the last stage.
+        weight_operands: a layer's inputs and output gradients of linear layers, kept between the halves of a backward.
+        head_block: bytes of one token block of head and loss at the last part.
         head_block_tokens: tokens of that block, of which a smaller chunk needs its share; 0 charges the block whole.
-        weight_gradient: bytes of that weight gradient.
-        embedding_gradient: bytes of the input embedding's, which ends a backward on the first stage.
+        product_block: bytes of what a weight's gradient passes through on its way into a wider accumulator.
+        embedding_gradient: bytes of the input embedding's, which ends a backward at the first part.
     """
 
     layer: float
@@ -113,13 +115,19 @@ class MemoryUse:
     forward_recomputed: float = 0.0
     layer_shared: float = 0.0
     backward: float = 0.0
-    backward_weight: float = 0.0
+    backward_product: float = 0.0
     backward_attention: float = 0.0
     backward_context: float = 0.0
+    weight_operands: float = 0.0
     head_block: float = 0.0
     head_block_tokens: float = 0.0
-    weight_gradient: float = 0.0
+    product_block: float = 0.0
     embedding_gradient: float = 0.0
+
+
+WEIGHT_TOKEN_SHARE, WEIGHT_CHUNK_SHARE = 1 / 2, 1 / 4
+"""What the weight gradients take of a backward's time, unless it is known: half of what its matrix products do, and of what a chunk
+costs whatever its size a quarter, since they are few of its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +135,22 @@ class AnalyticCost:
     """Implements :class:`infinipipe.cost.interface.CostModel`.
 
     Attributes:
-        stage_layers: decoder layers of every stage.
+        stage_layers: decoder layers of every part.
         forward, backward: time of the two passes.
+        backward_input, backward_weight: time of the halves of a backward; if not given, the second takes what
+            ``WEIGHT_TOKEN_SHARE`` and ``WEIGHT_CHUNK_SHARE`` say, the first the rest.
         recompute: what computing layers again in the backward adds; as the forward if not given.
         memory: bytes of activations.
         states: bytes of parameters, gradients and optimizer states of every stage on one device.
+        placement: the parts of every stage; if not given, each has one.
         optimizer: seconds of an optimizer step per byte of states.
-        message: the link between neighbouring stages.
+        message: the link between stages.
         sequence_parallel: ``d_s``, devices that share a stage's tokens.
         all_to_all: the link of one all-to-all among them; its bytes are what one device sends and keeps.
         all_to_all_bytes: what a layer's forward exchanges for a token, all its all-to-alls together.
         all_to_alls: their number in a layer's forward; the backward has as many.
         name, source: where the coefficients come from.
-        shape: the model that they describe, if known; its windows are those of the stages' layers in order.
+        shape: the model that they describe, if known; its windows are those of the parts' layers in order.
     """
 
     stage_layers: tuple[int, ...]
@@ -147,7 +158,10 @@ class AnalyticCost:
     backward: PassTime
     memory: MemoryUse
     states: tuple[int, ...]
+    backward_input: PassTime | None = None
+    backward_weight: PassTime | None = None
     recompute: PassTime | None = None
+    placement: Placement = Placement(())
     optimizer: float = 0.0
     message: Link = field(default_factory=Link)
     sequence_parallel: int = 1
@@ -161,19 +175,43 @@ class AnalyticCost:
     def __post_init__(self) -> None:
         if not self.stage_layers or min(self.stage_layers) < 0:
             raise CostError(f"stage_layers is {list(self.stage_layers)}; it needs one entry >= 0 for every stage")
-        if len(self.states) != len(self.stage_layers):
-            raise CostError(f"states has {len(self.states)} entries for {len(self.stage_layers)} stages")
+        if not self.placement.parts:
+            object.__setattr__(self, "placement", Placement.plain(len(self.stage_layers)))
+        if (problem := self.placement.problem()) is not None:
+            raise CostError(problem)
+        if self.placement.num_parts != len(self.stage_layers):
+            raise CostError(
+                f"the placement names {self.placement.num_parts} parts, but stage_layers has {len(self.stage_layers)} entries"
+            )
+        if len(self.states) != self.num_stages:
+            raise CostError(f"states has {len(self.states)} entries for {self.num_stages} stages")
         if self.sequence_parallel < 1:
             raise CostError(f"sequence_parallel is {self.sequence_parallel}; it must be at least 1")
         _refuse_negative(self, "optimizer", "all_to_all_bytes")
 
+    @cached_property
+    def times(self) -> dict[str, PassTime]:
+        """The time of every column of ``COLUMNS``."""
+        back = self.backward
+        weight = self.backward_weight or PassTime(
+            pair=0.0, token=back.token * WEIGHT_TOKEN_SHARE, chunk=back.chunk * WEIGHT_CHUNK_SHARE
+        )
+        shared = ("token", "chunk", "stage")
+        rest = replace(back, **{name: max(getattr(back, name) - getattr(weight, name), 0.0) for name in shared})
+        halves = {"backward_input": self.backward_input or rest, "backward_weight": weight}
+        return {"forward": self.forward, "backward": back, **halves}
+
     @property
     def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_parts(self) -> int:
         return len(self.stage_layers)
 
     @cached_property
     def layer_windows(self) -> tuple[tuple[int, ...], ...]:
-        """The window of every layer of every stage; 0 for none."""
+        """The window of every layer of every part; 0 for none."""
         if self.shape is None:
             return tuple((0,) * count for count in self.stage_layers)
         return self.shape.stage_windows(self.stage_layers)
@@ -185,13 +223,13 @@ class AnalyticCost:
 
     @cached_property
     def _widest(self) -> tuple[int, ...]:
-        """A window of every stage that no layer of it exceeds; one of the model's where it has no layers."""
+        """A window of every part that no layer of it exceeds; one of the model's where it has no layers."""
         default = min(self.window_counts)
         return tuple(0 if 0 in windows else max(windows, default=default) for windows in self.layer_windows)
 
     @property
     def pair_seconds(self) -> dict[int, float]:
-        """Forward and backward of the layers of each window, over all stages, per unit of ``pairs`` of whole sequences."""
+        """Forward and backward of the layers of each window, over all parts, per unit of ``pairs`` of whole sequences."""
         seconds = (self.forward.pair + self.backward.pair) / self.sequence_parallel
         return {window: seconds * count for window, count in self.window_counts.items()}
 
@@ -210,22 +248,22 @@ class AnalyticCost:
             per_layer = per_layer + sent * work.tokens + self.all_to_alls * self.all_to_all.latency
         return per_layer * layers
 
-    def pass_time(self, time: PassTime, work: Work[Number], stage: int) -> Number:
-        """Seconds of one pass of a stage without recompute."""
+    def pass_time(self, time: PassTime, work: Work[Number], part: int) -> Number:
+        """Seconds of one pass of a part without recompute."""
         per_token, per_chunk = 0.0, time.stage
-        if stage == 0:
+        if part == 0:
             per_token += time.embedding_token
             per_chunk += time.embedding_chunk
-        if stage == self.num_stages - 1:
+        if part == self.num_parts - 1:
             per_token += time.head_token
             per_chunk += time.head_chunk
-        layers = self.layers_time(time, work, self.stage_layers[stage])
+        layers = self.layers_time(time, work, self.stage_layers[part])
         return layers + work.tokens * (per_token / self.sequence_parallel) + per_chunk
 
-    def activation(self, work: Work[Number], stage: int) -> Number:
+    def activation(self, work: Work[Number], part: int) -> Number:
         """Bytes held between forward and backward without recompute (Eq. 5)."""
-        held = self.memory.chunk + (self.memory.head if stage == self.num_stages - 1 else 0.0)
-        return self.layer_activation(work) * self.stage_layers[stage] + work.tokens * (held / self.sequence_parallel)
+        held = self.memory.chunk + (self.memory.head if part == self.num_parts - 1 else 0.0)
+        return self.layer_activation(work) * self.stage_layers[part] + work.tokens * (held / self.sequence_parallel)
 
     def layer_activation(self, work: Work[Number]) -> Number:
         """Bytes that one kept layer holds."""
@@ -236,12 +274,24 @@ class AnalyticCost:
         """Bytes that recomputing one layer frees (Eq. 9)."""
         return self.layer_activation(work) - work.tokens * (self.memory.layer_input / self.sequence_parallel)
 
-    def forward_transient(self, work: Work[Number], stage: int, *, all_recomputed: bool) -> Number:
-        """Bytes that a forward needs while it runs; they depend on whether any layer is kept."""
+    def weight_operands(self, work: Work[Number], part: int) -> Number:
+        """Bytes held between the halves of a backward."""
+        return work.tokens * (self.memory.weight_operands * self.stage_layers[part] / self.sequence_parallel)
+
+    def transient(self, column: str, work: Work[Number], part: int, *, kept: int) -> Number:
+        """Bytes that an action needs while it runs, with that many kept layers; ``column`` is one of ``COLUMNS``."""
+        if column == "forward":
+            return self._forward_transient(work, part, kept=kept)
+        if column == "backward_weight":
+            return work.tokens * 0.0 + self.memory.product_block
+        return self._backward_transient(work, part, kept=kept, splits=column == "backward_input")
+
+    def _forward_transient(self, work: Work[Number], part: int, *, kept: int) -> Number:
+        """What a layer needs beyond what it leaves, which depends on whether any is kept, and at the last part a token block."""
         use = self.memory
-        per_token = (use.forward_recomputed if all_recomputed else use.forward_kept) / self.sequence_parallel
+        per_token = (use.forward_kept if kept else use.forward_recomputed) / self.sequence_parallel
         need = work.tokens * per_token
-        if stage == self.num_stages - 1:
+        if part == self.num_parts - 1:
             need = need + self._head_block(work)
         return need
 
@@ -253,65 +303,91 @@ class AnalyticCost:
         missing = larger(use.head_block_tokens - tokens, tokens * 0.0)
         return use.head_block - missing * (use.head_block / use.head_block_tokens)
 
-    def backward_transient(self, work: Work[Number], stage: int, *, kept: int) -> Number:
-        """Bytes that a backward needs while it runs, with that many kept layers at least.
+    def _backward_transient(self, work: Work[Number], part: int, *, kept: int, splits: bool) -> Number:
+        """What a backward needs beyond what is held when it starts::
 
-        Kept layers are behind recomputed ones and are freed before the first of those is computed again, so only a stage
-        without a kept layer needs a layer's activations beyond what is held. The gradient of the stage's output is a
-        message; on the last stage, it takes the place of what the head held. The gradient of the embedding comes when what
-        the layers held is gone.
+            held     | kept layers, last first | recomputed layers' inputs |   kept layers are gone before the first
+            needs    | a layer's working set   | the layer, and that       |   recomputed layer is computed again
+
+        The gradient of the part's output is a message; at the last part, it takes the place of what the head held. The gradient of
+        the embedding comes when what the layers held is gone. In the first half of a backward (``splits``) each layer leaves
+        its operands behind.
         """
-        use, share = self.memory, 1 / self.sequence_parallel
-        mlp = larger(
-            work.tokens * (use.backward * share), work.tokens * (use.backward_weight * share) + use.weight_gradient
-        )
-        need = larger(mlp, (work.tokens * use.backward_attention + work.reach * use.backward_context) * share)
-        layers, kept = self.stage_layers[stage], min(kept, self.stage_layers[stage])
+        layers, kept = self.stage_layers[part], min(kept, self.stage_layers[part])
+        need = self._layer_working_set(work)
         if layers and not kept:
-            need = need + self.layer_activation(work) - work.tokens * (use.layer_shared * share)
-        if stage == self.num_stages - 1:
-            need = work.tokens * (use.message * share) + larger(
-                need - work.tokens * (use.head * share), work.tokens * 0.0
-            )
-        if stage == 0 and use.embedding_gradient:
-            freed = self.layer_activation(work) * kept + work.tokens * (use.layer_input * share * (layers - kept))
-            need = larger(need, work.tokens * (use.message * share) - freed + use.embedding_gradient)
+            need = need + self._layer_made_again(work)
+            if splits:
+                need = need + self._operands_left(work) * (layers - 1)
+        if part == self.num_parts - 1:
+            need = self._in_place_of_head(work, need)
+        if part == 0 and self.memory.embedding_gradient:
+            left = self.weight_operands(work, part) if splits else work.tokens * 0.0
+            need = larger(need, self._embedding_gradient(work, layers, kept) + left)
         return need
+
+    def _layer_working_set(self, work: Work[Number]) -> Number:
+        """The most of: the MLP's gradients, those beside a weight's product, and attention's when the MLP is done."""
+        use, share = self.memory, 1 / self.sequence_parallel
+        product = work.tokens * (use.backward_product * share) + use.product_block
+        mlp = larger(work.tokens * (use.backward * share), product)
+        return larger(mlp, (work.tokens * use.backward_attention + work.reach * use.backward_context) * share)
+
+    def _layer_made_again(self, work: Work[Number]) -> Number:
+        """A recomputed layer's activations, its input excepted where they hold that itself."""
+        return self.layer_activation(work) - work.tokens * (self.memory.layer_shared / self.sequence_parallel)
+
+    def _operands_left(self, work: Work[Number]) -> Number:
+        """What a recomputed layer leaves for the weight gradients beyond the input that it no longer holds."""
+        left = self.memory.weight_operands - self.memory.layer_input
+        return work.tokens * (left / self.sequence_parallel)
+
+    def _in_place_of_head(self, work: Work[Number], need: Number) -> Number:
+        """The gradient of the output, and what exceeds the bytes that the head held until then."""
+        use, share = self.memory, 1 / self.sequence_parallel
+        beyond = larger(need - work.tokens * (use.head * share), work.tokens * 0.0)
+        return work.tokens * (use.message * share) + beyond
+
+    def _embedding_gradient(self, work: Work[Number], layers: int, kept: int) -> Number:
+        """The embedding's gradient and that of its output, less what the layers held."""
+        use, share = self.memory, 1 / self.sequence_parallel
+        freed = self.layer_activation(work) * kept + work.tokens * (use.layer_input * share * (layers - kept))
+        return work.tokens * (use.message * share) - freed + use.embedding_gradient
 
     def _mean_work(self, chunk: Chunk, windows: Sequence[int]) -> Work[float]:
         return mean_work({window: chunk_work(chunk, window) for window in windows or (0,)}, windows)
 
-    def forward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return self.pass_time(self.forward, self._mean_work(chunk, self.layer_windows[stage]), stage)
+    def pass_seconds(self, column: str, chunk: Chunk, part: int) -> float:
+        return self.pass_time(self.times[column], self._mean_work(chunk, self.layer_windows[part]), part)
 
-    def backward_seconds(self, chunk: Chunk, stage: int) -> float:
-        return self.pass_time(self.backward, self._mean_work(chunk, self.layer_windows[stage]), stage)
-
-    def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
-        work = self._mean_work(chunk, self.layer_windows[stage][:layers])
+    def recompute_seconds(self, chunk: Chunk, part: int, layers: int) -> float:
+        work = self._mean_work(chunk, self.layer_windows[part][:layers])
         return self.layers_time(self.recompute or self.forward, work, layers)
 
     def message_seconds(self, num_tokens: int) -> float:
         return self.message.latency + self.message_bytes(num_tokens) * self.message.seconds_per_byte
 
-    def activation_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+    def activation_bytes(self, chunk: Chunk, part: int, layers: int) -> int:
         work = chunk_work(chunk)
-        return round(self.activation(work, stage) - layers * self.layer_saving(work))
+        return round(self.activation(work, part) - layers * self.layer_saving(work))
 
-    def kv_bytes(self, length: int, stage: int) -> int:
-        return round(self.memory.kv * length * self.stage_layers[stage] / self.sequence_parallel)
+    def kv_bytes(self, length: int, part: int) -> int:
+        return round(self.memory.kv * length * self.stage_layers[part] / self.sequence_parallel)
 
-    def dkv_bytes(self, length: int, stage: int) -> int:
-        return round(self.memory.dkv * length * self.stage_layers[stage] / self.sequence_parallel)
+    def dkv_bytes(self, length: int, part: int) -> int:
+        return round(self.memory.dkv * length * self.stage_layers[part] / self.sequence_parallel)
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        all_recomputed = layers == self.stage_layers[stage]
-        work = chunk_work(chunk, self._widest[stage])
-        return round(self.forward_transient(work, stage, all_recomputed=all_recomputed))
+    def weight_operand_bytes(self, chunk: Chunk, part: int) -> int:
+        return round(self.weight_operands(chunk_work(chunk), part))
 
-    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        work = chunk_work(chunk, self._widest[stage])
-        return round(self.backward_transient(work, stage, kept=self.stage_layers[stage] - layers))
+    def transient_bytes(self, column: str, chunk: Chunk, part: int, layers: int) -> int:
+        work, total = chunk_work(chunk, self._widest[part]), self.stage_layers[part]
+        need = self.transient(column, work, part, kept=total - layers)
+        if column in PILING_UP and 0 < layers < total:
+            # Operands pile up behind the kept layers too, until the last layer is computed again.
+            all_again = self.transient(column, work, part, kept=0)
+            need = max(need, all_again - (total - layers) * self.layer_saving(work))
+        return round(need)
 
     def message_bytes(self, num_tokens: int) -> int:
         return round(self.memory.message * num_tokens / self.sequence_parallel)
@@ -330,37 +406,51 @@ class AnalyticCost:
         work = next(iter(works.values()))
         means = [mean_work(works, windows) for windows in self.layer_windows]
         widest = [works[window] for window in self._widest]
-        stages = range(self.num_stages)
+        parts = range(self.num_parts)
 
         def rows(function: Callable[[int], FloatArray]) -> FloatArray:
-            return np.stack([function(stage) for stage in stages])
+            return np.stack([function(part) for part in parts])
+
+        def seconds(column: str) -> FloatArray:
+            return rows(lambda part: self.pass_time(self.times[column], means[part], part))
+
+        def transient(column: str, kept: Sequence[int]) -> FloatArray:
+            return rows(lambda part: self.transient(column, widest[part], part, kept=kept[part]))
+
+        # With several kept layers a backward needs no more than with one; the first half, whose operands pile up as soon as
+        # one layer is recomputed, is charged for that by the full transient (see CostTable.transient_at).
+        def transients(column: str) -> tuple[FloatArray, FloatArray]:
+            some = self.stage_layers if column in PILING_UP else (1,) * self.num_parts
+            return transient(column, some), transient(column, (0,) * self.num_parts)
 
         return CostTable(
             stage_layers=self.stage_layers,
-            forward=rows(lambda stage: self.pass_time(self.forward, means[stage], stage)),
-            backward=rows(lambda stage: self.pass_time(self.backward, means[stage], stage)),
+            placement=self.placement,
+            seconds=Columns(seconds),
             recompute=self._recompute_table(works),
             message=self.message.latency
             + work.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
-            activation=rows(lambda stage: self.activation(work, stage)),
-            layer_saving=rows(lambda stage: self.layer_saving(work)),
-            forward_transient=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=False)),
-            forward_transient_full=rows(lambda stage: self.forward_transient(work, stage, all_recomputed=True)),
-            backward_transient=rows(lambda stage: self.backward_transient(widest[stage], stage, kept=1)),
-            backward_transient_full=rows(lambda stage: self.backward_transient(widest[stage], stage, kept=0)),
+            held={
+                ACTIVATIONS.name: rows(lambda part: self.activation(work, part)),
+                WEIGHT_OPERANDS.name: rows(lambda part: self.weight_operands(work, part)),
+                **sequence_bytes(self, chunks),
+            },
+            layer_saving=rows(lambda part: self.layer_saving(work)),
+            transient=Columns(transients),
+            message_bytes=message_bytes(self, chunks),
         )
 
     def _recompute_table(self, works: Mapping[int, Work[FloatArray]]) -> FloatArray:
-        """Seconds of recomputing the first layers of every stage, none to all, (stages, most layers + 1, chunks)."""
+        """Seconds of recomputing the first layers of every part, none to all, (parts, most layers + 1, chunks)."""
         seconds = np.stack([self.layers_time(self.recompute or self.forward, work, 1.0) for work in works.values()])
-        table = np.zeros((self.num_stages, max(self.stage_layers) + 1, seconds.shape[1]))
+        table = np.zeros((self.num_parts, max(self.stage_layers) + 1, seconds.shape[1]))
         for rows, windows in zip(table, self.layer_windows, strict=True):
             layers = np.array([[own == window for window in works] for own in windows], np.float64)
             rows[1 : len(windows) + 1] = np.cumsum(layers.reshape(-1, len(works)), axis=0) @ seconds
         return table
 
     def work_seconds(self, lengths: Sequence[int]) -> float:
-        """Forward and backward of whole sequences by the whole model, one device a stage, without fixed cost and all-to-all."""
+        """Forward and backward of whole sequences by the whole model, one device, without fixed cost and all-to-all."""
         layers, tokens = sum(self.stage_layers), sum(lengths)
         pairs = sum(
             count / max(layers, 1) * sum(prefix_pairs(length, window) for length in lengths)
@@ -373,9 +463,9 @@ class AnalyticCost:
         return total
 
     def chunk_seconds(self) -> float:
-        """Fixed cost of one chunk over all stages, forward and backward (``b1``)."""
-        layers, stages = sum(self.stage_layers), self.num_stages
+        """Fixed cost of one chunk over all parts, forward and backward (``b1``)."""
+        layers, parts = sum(self.stage_layers), self.num_parts
         return sum(
-            time.chunk * layers + time.stage * stages + time.embedding_chunk + time.head_chunk
+            time.chunk * layers + time.stage * parts + time.embedding_chunk + time.head_chunk
             for time in (self.forward, self.backward)
         )

@@ -11,18 +11,22 @@ from typing import Any
 from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.files import parse_json, write_beside
+from infinipipe.plan import Placement
 
 VERSION = 1
 _PARTS: dict[str, type] = {
     "forward": PassTime,
     "backward": PassTime,
+    "backward_input": PassTime,
+    "backward_weight": PassTime,
     "recompute": PassTime,
     "memory": MemoryUse,
     "message": Link,
     "all_to_all": Link,
+    "placement": Placement,
     "shape": ModelShape,
 }
-_OPTIONAL = ("recompute", "shape")
+_OPTIONAL = ("backward_input", "backward_weight", "recompute", "shape")
 LARGEST = 1e15
 """Beyond any coefficient, and small enough that times and bytes of a step can be computed."""
 
@@ -93,6 +97,10 @@ def _build(kind: type, data: object, where: str, prefix: str) -> Any:
             if not isinstance(value, list) or not all(_is_count(item) for item in value):
                 raise CostError(f"{prefix}{name} must be a list of whole numbers from 0 to {LARGEST:g}")
             data[name] = tuple(value)
+        if wanted == "tuple[tuple[int, ...], ...]":
+            if not isinstance(value, list) or not all(isinstance(row, list) and all(map(_is_count, row)) for row in value):
+                raise CostError(f"{prefix}{name} must be a list of lists of whole numbers from 0 to {LARGEST:g}")
+            data[name] = tuple(map(tuple, value))
         if wanted in _CHECKS and not _CHECKS[wanted][0](value):
             raise CostError(f"{prefix}{name} is {str(value)[:40]!r}; it must be {_CHECKS[wanted][1]}")
     try:

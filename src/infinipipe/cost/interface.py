@@ -4,60 +4,68 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from infinipipe.plan import Chunk
+from infinipipe.plan import Chunk, Placement
 
 
 class CostModel(Protocol):
-    """Time and memory of chunks at stages (section III-A).
+    """Time and memory of chunks at parts of the model (section III-A).
 
-    ``stage`` counts from 0. Times are in seconds and hold for all devices of a stage together; bytes are for one device.
+    ``part`` and ``stage`` count from 0. Times are in seconds and hold for all devices of a stage together; bytes are for one device.
     """
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Decoder layers of every stage."""
+        """Decoder layers of every part."""
         ...
 
-    def forward_seconds(self, chunk: Chunk, stage: int) -> float:
-        """Forward of the chunk at the stage, sequence-parallel communication included (Eq. 1, 4)."""
+    @property
+    def placement(self) -> Placement:
+        """The parts of every stage."""
         ...
 
-    def backward_seconds(self, chunk: Chunk, stage: int) -> float:
-        """Backward of the chunk at the stage without any recompute."""
+    def pass_seconds(self, column: str, chunk: Chunk, part: int) -> float:
+        """What an action takes for the chunk at the part without any recompute (Eq. 1, 4).
+
+        ``column`` is one of ``infinipipe.plan.COLUMNS``: ``forward``, ``backward``, and its halves ``backward_input`` and
+        ``backward_weight``. Sequence-parallel communication is included.
+        """
         ...
 
-    def recompute_seconds(self, chunk: Chunk, stage: int, layers: int) -> float:
-        """What recomputing the stage's first ``layers`` layers adds to the chunk's backward (Eq. 11)."""
+    def recompute_seconds(self, chunk: Chunk, part: int, layers: int) -> float:
+        """What computing the part's first ``layers`` layers again adds to the chunk's backward (Eq. 11)."""
         ...
 
     def message_seconds(self, num_tokens: int) -> float:
-        """Transfer of the hidden states, or their gradients, of ``num_tokens`` tokens to a neighbouring stage."""
+        """Transfer of the hidden states, or their gradients, of ``num_tokens`` tokens to another stage."""
         ...
 
-    def activation_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+    def activation_bytes(self, chunk: Chunk, part: int, layers: int) -> int:
         """Held from the chunk's forward to the end of its backward with ``layers`` recomputed layers (Eq. 5, 9, 10).
 
         Keys and values of a cut sequence are not in it: they lie in the store, see :meth:`kv_bytes`.
         """
         ...
 
-    def kv_bytes(self, length: int, stage: int) -> int:
+    def kv_bytes(self, length: int, part: int) -> int:
         """The key/value store of a cut sequence of ``length`` tokens.
 
         Held from the forward of its first slice to the end of that slice's backward.
         """
         ...
 
-    def dkv_bytes(self, length: int, stage: int) -> int:
+    def dkv_bytes(self, length: int, part: int) -> int:
         """The gradients of that store, held from the start of the last slice's backward to the end of the first's."""
         ...
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        """The most that the chunk's forward needs, while it runs, beyond what it leaves behind."""
+    def weight_operand_bytes(self, chunk: Chunk, part: int) -> int:
+        """What the second half of a backward needs of the first: inputs and output gradients of the linear layers."""
         ...
 
-    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        """The most that the chunk's backward needs, while it runs, beyond what is held when it starts."""
+    def transient_bytes(self, column: str, chunk: Chunk, part: int, layers: int) -> int:
+        """The most that an action needs while it runs, beyond what is held then; ``layers`` layers are recomputed.
+
+        A forward's output, which it leaves behind, is included; what a backward gives up while it runs counts as held.
+        """
         ...
 
     def message_bytes(self, num_tokens: int) -> int:
@@ -65,5 +73,5 @@ class CostModel(Protocol):
         ...
 
     def state_bytes(self, stage: int) -> int:
-        """Parameters, gradients and optimizer states of the stage."""
+        """Parameters, gradients and optimizer states of all parts of the stage."""
         ...

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from infinipipe.cost.analytic import AnalyticCost, Link, PassTime
 from infinipipe.cost.flops import memory_use, state_bytes
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
+from infinipipe.plan import Placement
 
 MODELS: dict[str, ModelShape] = {
     "7b": ModelShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000),
@@ -73,8 +74,11 @@ def preset(
     *,
     sequence_parallel: int = 8,
     chunk_seconds: float | None = None,
+    placement: Placement | None = None,
 ) -> AnalyticCost:
     """The cost model ``MODEL-DEVICE`` over ``stages``: their number, or the layers of each.
+
+    With a ``placement`` of several parts on each stage, these are parts.
 
     Models other than the calibrated one are scaled from it: attention time with layers times query width, the rest with
     weights, fixed cost with parameters, activations with the formula of :func:`memory_use`; ``source`` says so.
@@ -105,7 +109,8 @@ def preset(
         forward=pass_time(FORWARD_SHARE),
         backward=pass_time(1 - FORWARD_SHARE),
         memory=dataclasses.replace(use, layer=ratio * _layer_bytes(shape) - use.layer_kv),
-        states=state_bytes(shape, stage_layers, bytes_per_parameter=16, shards=sequence_parallel),
+        states=state_bytes(shape, stage_layers, placement, bytes_per_parameter=16, shards=sequence_parallel),
+        placement=placement or Placement(()),
         message=Link(latency=20e-6, seconds_per_byte=1 / known.all_to_all[max(known.all_to_all)]),
         sequence_parallel=sequence_parallel,
         all_to_all=Link(latency=20e-6, seconds_per_byte=1 / exchange),

@@ -3,23 +3,29 @@
 from infinipipe.model.attention import ChunkContext
 from infinipipe.model.config import UnsupportedModelError, check_supported, load_config, text_config
 from infinipipe.model.kv_store import KVStore
+from infinipipe.model.linear import AccumulatingLinear, Product, WeightGradients, settle
 from infinipipe.model.loss import IGNORE, LossHead, LossTarget, block_loss
 from infinipipe.model.sequence import SequenceShard, ulysses_degree
-from infinipipe.model.stage import Stage, build_stage
+from infinipipe.model.stage import SharedWeight, Stage, build_stage
 
 __all__ = [
     "IGNORE",
+    "AccumulatingLinear",
     "ChunkContext",
     "KVStore",
     "LossHead",
     "LossTarget",
+    "Product",
     "SequenceShard",
+    "SharedWeight",
     "Stage",
     "UnsupportedModelError",
+    "WeightGradients",
     "block_loss",
     "build_stage",
     "check_supported",
     "load_config",
+    "settle",
     "text_config",
     "ulysses_degree",
 ]

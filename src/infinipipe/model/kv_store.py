@@ -87,16 +87,15 @@ class KVStore:
             entry.key_grad[reach:start] += key_grad[: start - reach]
             entry.value_grad[reach:start] += value_grad[: start - reach]
 
-    def release(self, sequence: int) -> None:
-        """Forget a sequence whose backward will not come (evaluation)."""
-        for key in [key for key in self._entries if key[0] == sequence]:
-            del self._entries[key]
+    def release(self, sequence: int, layers: range) -> None:
+        """Forget a sequence at those layers, whose backward will not come (evaluation)."""
+        for layer in layers:
+            self._entries.pop((sequence, layer), None)
 
-    def check_empty(self) -> None:
-        """Raise ``RuntimeError`` if a sequence was left behind, as none is at the end of a step."""
-        if self._entries:
-            sequences = sorted({sequence for sequence, _ in self._entries})
-            raise RuntimeError(f"the key/value store still holds the sequences {sequences} at the end of the step")
+    @property
+    def sequences(self) -> list[int]:
+        """The sequences that are in the store; none at the end of a step."""
+        return sorted({sequence for sequence, _ in self._entries})
 
     def clear(self) -> None:
         """Drop everything, after a step that failed."""

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infinipipe.model.linear import GradientOf, add_product
+
 IGNORE = -100
 """Label of a token without supervision."""
-
-GradientOf = Callable[[nn.Parameter], Tensor]
-"""The buffer in which a parameter's gradient accumulates."""
-
-
-HandOver = Callable[[nn.Parameter], Tensor | None]
-"""Asked in backward: a parameter's whole gradient if autograd is to pass it on now, else ``None``."""
-
 
 @dataclass(frozen=True)
 class LossTarget:
@@ -29,14 +22,12 @@ class LossTarget:
         scale: factor of the loss in its gradients.
         block_tokens: tokens whose logits exist at once.
         gradient_of: where the head's gradients accumulate; without it none is computed.
-        hand_over: for sharded parameters, whose gradients must reach the sharding through autograd.
     """
 
     labels: Tensor
     scale: float
     block_tokens: int
     gradient_of: GradientOf | None
-    hand_over: HandOver | None = None
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -77,19 +68,6 @@ class _BlockLoss(torch.autograd.Function):
         return hidden_grad, None, None, None, None, None, None
 
 
-class _PassOn(torch.autograd.Function):
-    """Zero, whose backward gives a parameter the gradient that was accumulated for it elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, loss: Tensor, hand_over: HandOver) -> Tensor:
-        ctx.parameter, ctx.hand_over = parameter, hand_over
-        return torch.zeros_like(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.hand_over(ctx.parameter), None, None
-
-
 class LossHead(nn.Module):
     """Output projection and loss as one module; takes the place, and the parameter names, of the projection."""
 
@@ -102,7 +80,7 @@ class LossHead(nn.Module):
 
     def forward(self, hidden: Tensor, target: LossTarget) -> Tensor:
         """The loss of a chunk, see :func:`block_loss`; ``hidden`` is (local tokens, hidden size)."""
-        loss = block_loss(
+        return block_loss(
             hidden,
             self,
             target.labels,
@@ -110,10 +88,6 @@ class LossHead(nn.Module):
             block_tokens=target.block_tokens,
             gradient_of=target.gradient_of,
         )
-        if target.hand_over is not None:
-            for parameter in self.parameters():
-                loss = loss + _PassOn.apply(parameter, loss, target.hand_over)
-        return loss
 
 
 def _rows_loss(
@@ -136,17 +110,10 @@ def _rows_loss(
     logits.div_(total).scatter_add_(1, targets, logits.new_full(targets.shape, -1.0))
     gradient = logits.mul_(scale).to(rows.dtype)
     del logits
-    _add_product(gradient_of(weight), gradient.T, rows)
+    add_product(gradient_of(weight), gradient.T, rows)
     if bias is not None:
         gradient_of(bias).add_(gradient.sum(0))
     return loss, gradient @ weight
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def block_loss(

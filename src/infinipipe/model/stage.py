@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infinipipe.model.attention import IMPLEMENTATION, ChunkContext
 from infinipipe.model.config import UnsupportedModelError
+from infinipipe.model.linear import AccumulatingLinear
 from infinipipe.model.loss import LossHead, LossTarget
 from infinipipe.model.weights import read_tensors
 
@@ -44,54 +47,83 @@ def _recompute(function: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
+@dataclass(frozen=True)
+class SharedWeight:
+    """A weight that embedding and head share though they lie on different stages, of which this one has a copy.
+
+    The stage with the embedding owns it: there it is counted, saved and exported, under the embedding's name. Both add up their
+    gradients' sum (:func:`infinipipe.runtime.sync_shared_gradients`), so that the copies stay equal.
+
+    Attributes:
+        name: of this stage's copy.
+        stored_as: the embedding's name.
+    """
+
+    name: str
+    stored_as: str
+
+    @property
+    def is_owned(self) -> bool:
+        return self.name == self.stored_as
+
+
 class Stage(nn.Module):
-    """One pipeline stage: decoder layers ``[first_layer, first_layer + num_layers)``, the first with the embedding, the
-    last with final norm and head.
+    """One pipeline stage: some parts of the model, each a run of decoder layers, the first part with the embedding, the last with
+    final norm and head.
 
     Attributes:
         model: the trimmed Hugging Face model; its parameters keep their names.
-        index: number of the stage, from 0.
-        stage_layers: layers of every stage.
-        dtype, device: of the parameters, and of the hidden states between stages.
-        tied: whether the head's weight is the embedding's, on whatever stages they are.
+        stage_layers: layers of every part of the model.
+        parts: those of this stage.
+        dtype, device: of the parameters, and of the hidden states between parts.
+        shared: this stage's copy of a weight that another stage has too, if there is one.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         stage_layers: tuple[int, ...],
-        index: int,
+        parts: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        shared: SharedWeight | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.device = device
         self.stage_layers = stage_layers
-        self.index = index
-        self.tied = bool(model.config.tie_word_embeddings)
-        self.first_layer = sum(stage_layers[:index])
-        layers = model.base_model.layers[self.first_layer : self.first_layer + stage_layers[index]]
-        self._layers: tuple[GradientCheckpointingLayer, ...] = tuple(layers)
+        self.parts = parts
+        self.shared = shared
+        modules = {part: self._modules_of(part) for part in parts}
+        self._layers = tuple(layer for part in parts for layer in self.layers_of(part))
+        self._views: dict[int, dict[str, nn.Module]] = modules if len(parts) > 1 else {}
         for layer in self._layers:
             layer._gradient_checkpointing_func = _recompute
+            AccumulatingLinear.convert(layer)
+
+    def _modules_of(self, part: int) -> dict[str, nn.Module]:
+        """What the base model is to have as ``layers`` and ``norm`` while a part computes: those of other parts left out."""
+        base, own = self.model.base_model, self.layer_range(part)
+        layers = [layer if number in own else _absent_like(layer) for number, layer in enumerate(base.layers)]
+        return {"layers": nn.ModuleList(layers), "norm": base.norm if part == self.num_parts - 1 else _Absent()}
 
     @property
-    def num_stages(self) -> int:
+    def num_parts(self) -> int:
         return len(self.stage_layers)
 
     @property
-    def num_layers(self) -> int:
-        return self.stage_layers[self.index]
+    def has_embedding(self) -> bool:
+        return 0 in self.parts
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
+    def has_head(self) -> bool:
+        return self.num_parts - 1 in self.parts
 
     @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
+    def shares_within(self) -> bool:
+        """Whether this stage has both embedding and head, of one weight: then that is one parameter, with one gradient."""
+        return self.has_embedding and self.has_head and bool(self.model.config.tie_word_embeddings)
 
     @property
     def hidden_size(self) -> int:
@@ -99,66 +131,96 @@ class Stage(nn.Module):
 
     @property
     def head(self) -> LossHead:
-        """Output projection and loss; on the last stage only."""
-        assert self.is_last
+        """Output projection and loss; where the last part is only."""
+        assert self.has_head
         return self.model.get_output_embeddings()
+
+    def layer_range(self, part: int) -> range:
+        """Numbers of a part's layers in the model."""
+        first = sum(self.stage_layers[:part])
+        return range(first, first + self.stage_layers[part])
 
     @property
     def layers(self) -> tuple[GradientCheckpointingLayer, ...]:
-        """The decoder layers of this stage."""
+        """The decoder layers of this stage, part after part."""
         return self._layers
 
-    @property
-    def tied_parameter(self) -> nn.Parameter | None:
-        """This stage's copy of a weight that embedding and head share across stages, if it has one."""
-        if not self.tied or self.num_stages == 1:
-            return None
-        if not (self.is_first or self.is_last):
-            return None
-        module = self.model.get_input_embeddings() if self.is_first else self.head
-        assert isinstance(module.weight, nn.Parameter)
-        return module.weight
+    def layers_of(self, part: int) -> tuple[GradientCheckpointingLayer, ...]:
+        """The decoder layers of a part of this stage."""
+        layers = self.model.base_model.layers
+        return tuple(layers[number] for number in self.layer_range(part))
+
+    def owns(self, name: str) -> bool:
+        """Whether the parameter of that name is to be counted and saved here: all but a copy of another stage's weight."""
+        return self.shared is None or self.shared.is_owned or name != self.shared.name
+
+    def stored_name(self, name: str) -> str:
+        """The name under which a parameter of this stage is known to all: its own, but for a copy of another stage's weight."""
+        return name if self.owns(name) or self.shared is None else self.shared.stored_as
 
     def forward(
-        self, inputs: Tensor, context: ChunkContext, recompute: int = 0, target: LossTarget | None = None
+        self,
+        inputs: Tensor,
+        context: ChunkContext,
+        part: int | None = None,
+        recompute: int = 0,
+        target: LossTarget | None = None,
     ) -> Tensor:
-        """Hidden states of a chunk, (1, local tokens, hidden size), after this stage; on the last stage its loss, a scalar.
+        """Hidden states of a chunk, (1, local tokens, hidden size), after a part; after the last part its loss, a scalar.
 
-        ``inputs`` is (local tokens,) int64 on the first stage, else the previous stage's (local tokens, hidden size). The
-        first ``recompute`` layers keep only their input for backward. The last stage, and no other, needs a ``target``.
+        ``inputs`` is (local tokens,) int64 at the first part, else the part before's (local tokens, hidden size). ``part`` may be
+        left out where the stage has one. Its first ``recompute`` layers keep only their input for backward. The last part, and no
+        other, needs a ``target``.
         """
-        for number, layer in enumerate(self._layers):
+        if part is None:
+            (part,) = self.parts
+        for number, layer in enumerate(self.layers_of(part)):
             layer.gradient_checkpointing = number < recompute
-        name = "input_ids" if self.is_first else "inputs_embeds"
-        output = self.model.base_model(
-            **{name: inputs.unsqueeze(0)},
-            position_ids=context.positions(inputs.device),
-            use_cache=False,
-            chunk_context=context,
-        )
-        if not self.is_last:
-            return output.last_hidden_state
+        name = "input_ids" if part == 0 else "inputs_embeds"
+        with self._only(part):
+            output = self.model.base_model(
+                **{name: inputs.unsqueeze(0)},
+                position_ids=context.positions(inputs.device),
+                use_cache=False,
+                chunk_context=context,
+            )
+        if part < self.num_parts - 1:
+            # Without a layer the output is a view of the input, which FSDP's hooks on it do not survive.
+            return output.last_hidden_state if self.stage_layers[part] else output.last_hidden_state.clone()
         assert target is not None
         return self.head(output.last_hidden_state.squeeze(0), target)
+
+    @contextmanager
+    def _only(self, part: int) -> Iterator[None]:
+        """Within the context, the base model has no layers and norm but a part's; its parameters' names need them all otherwise."""
+        base = self.model.base_model
+        whole = {name: base._modules[name] for name in self._views.get(part, ())}
+        base._modules.update(self._views.get(part, {}))
+        try:
+            yield
+        finally:
+            base._modules.update(whole)
 
 
 def build_stage(
     config: PretrainedConfig,
     stage_layers: tuple[int, ...],
-    index: int,
+    parts: int | Sequence[int],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
     checkpoint: str | Path | None = None,
 ) -> Stage:
-    """Build stage ``index``, holding no more than its own tensors at any time.
+    """Build the stage that has ``parts`` of the model, one or several, holding no more than its own tensors at any time.
 
-    Weights come from ``checkpoint``, a directory of safetensors in Hugging Face form, or else from ``seed``, the same
-    whatever the number of stages. Parameters get ``dtype``; buffers, such as rotary frequencies, keep their own. Raises
-    ``UnsupportedModelError`` for an architecture without the usual parts, ``ValueError`` for a checkpoint that lacks some.
+    ``stage_layers`` are the layers of every part. Weights come from ``checkpoint``, a directory of safetensors in Hugging Face form,
+    or else from ``seed``, the same whatever the parts. Parameters get ``dtype``; buffers, such as rotary frequencies, keep
+    their own. Raises ``UnsupportedModelError`` for an architecture without the usual parts, ``ValueError`` for a checkpoint that
+    lacks some.
     """
     config = copy.deepcopy(config)
+    own = (parts,) if isinstance(parts, int) else tuple(parts)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
@@ -168,20 +230,26 @@ def build_stage(
         ) from None
     _check_parts(model, config)
     embedding = model.get_input_embeddings()
-    embedding_name, head_name = _name_of(model, embedding), _name_of(model, model.get_output_embeddings())
-    _trim(model, stage_layers, index)
+    embedding_name, head_name = (
+        f"{_name_of(model, module)}.weight" for module in (embedding, model.get_output_embeddings())
+    )
+    has_embedding, has_head = 0 in own, len(stage_layers) - 1 in own
+    _trim(model, stage_layers, own)
     _initialize(model, seed)
-    if config.tie_word_embeddings and 0 < index == len(stage_layers) - 1:
-        _initialize_module(model, embedding_name, embedding, seed, {})
-        model.get_output_embeddings().weight = embedding.weight
+    shared = None
+    if config.tie_word_embeddings and has_embedding != has_head:
+        shared = SharedWeight(embedding_name if has_embedding else head_name, embedding_name)
+        if has_head:
+            _initialize_module(model, embedding_name.removesuffix(".weight"), embedding, seed, {})
+            model.get_output_embeddings().weight = embedding.weight
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    if index == len(stage_layers) - 1:
+    if has_head:
         model.set_output_embeddings(LossHead(model.get_output_embeddings()))
-    stage = Stage(model, stage_layers, index, dtype, torch.device(device))
+    stage = Stage(model, stage_layers, own, dtype, torch.device(device), shared)
     if checkpoint is not None:
-        aliases = {f"{head_name}.weight": f"{embedding_name}.weight"} if stage.tied else None
+        aliases = {head_name: embedding_name} if config.tie_word_embeddings else None
         read_tensors(model, Path(checkpoint), aliases=aliases)
     stage.to(device)
     stage.train()
@@ -208,17 +276,19 @@ def _check_parts(model: PreTrainedModel, config: PretrainedConfig) -> None:
         )
 
 
-def _trim(model: PreTrainedModel, stage_layers: tuple[int, ...], index: int) -> None:
-    first, last = index == 0, index == len(stage_layers) - 1
-    start = sum(stage_layers[:index])
+def _trim(model: PreTrainedModel, stage_layers: tuple[int, ...], parts: tuple[int, ...]) -> None:
+    """Take out what belongs to parts of other stages."""
     base = model.base_model
-    for number, layer in enumerate(base.layers):
-        if not start <= number < start + stage_layers[index]:
-            base.layers[number] = _absent_like(layer)
-    if not last:
+    first = 0
+    for part, count in enumerate(stage_layers):
+        if part not in parts:
+            for number in range(first, first + count):
+                base.layers[number] = _absent_like(base.layers[number])
+        first += count
+    if len(stage_layers) - 1 not in parts:
         base.norm = _Absent()
         model.set_output_embeddings(_Absent())
-    if not first:
+    if 0 not in parts:
         model.set_input_embeddings(_Absent())
 
 

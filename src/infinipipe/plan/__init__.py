@@ -1,29 +1,23 @@
-"""Plans as data: slices, chunks, pipelines, action lists, schedules and their validation. Imports no torch."""
+"""Plans as data: slices, chunks, pipelines, action lists, placements, schedules and their validation. Imports no torch."""
 
-from infinipipe.plan.communication import (
-    Compute,
-    Direction,
-    Operation,
-    Receive,
-    Send,
-    check_deadlock,
-    operations,
-    receives_input,
-    sends_output,
-)
+from infinipipe.plan.kinds import COLUMNS, KINDS, RESOURCES, ActionKind, Direction, Resource, Row
+from infinipipe.plan.placement import PLACEMENTS, Placement, placement_named
+from infinipipe.plan.program import Channel, Compute, Operation, Program, Receive, Send
 from infinipipe.plan.schedules import (
     backward_order,
     build_replica,
     default_warmup,
     get_schedule,
     register_schedule,
+    require_one_part,
 )
 from infinipipe.plan.serialize import from_json, load, save, to_json
 from infinipipe.plan.types import (
     Action,
-    ActionKind,
     ActionLists,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Chunk,
     ChunkKind,
     Forward,
@@ -38,11 +32,20 @@ from infinipipe.plan.types import (
     whole,
 )
 
+from infinipipe.plan import ahead, greedy  # isort: skip  # register their schedules
+
 __all__ = [
+    "COLUMNS",
+    "KINDS",
+    "PLACEMENTS",
+    "RESOURCES",
     "Action",
     "ActionKind",
     "ActionLists",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Channel",
     "Chunk",
     "ChunkKind",
     "Compute",
@@ -50,27 +53,31 @@ __all__ = [
     "Forward",
     "Operation",
     "Pipeline",
+    "Placement",
     "Plan",
     "PlanError",
+    "Program",
     "Receive",
     "ReplicaPlan",
+    "Resource",
+    "Row",
     "Send",
     "Slice",
+    "ahead",
     "backward_order",
     "build_replica",
-    "check_deadlock",
     "cut",
     "cut_sequences",
     "default_warmup",
     "from_json",
     "get_schedule",
+    "greedy",
     "load",
     "num_splits",
-    "operations",
-    "receives_input",
+    "placement_named",
     "register_schedule",
+    "require_one_part",
     "save",
-    "sends_output",
     "to_json",
     "whole",
 ]

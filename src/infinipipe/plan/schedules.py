@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from infinipipe.plan.placement import Placement
 from infinipipe.plan.types import (
     Action,
     ActionLists,
@@ -22,10 +23,11 @@ from infinipipe.plan.types import (
     num_splits,
 )
 
-Schedule = Callable[[Sequence[Sequence[Chunk]], int, Sequence[int] | None], Sequence[Sequence[Action]]]
-"""``schedule(pipelines, num_stages, warmup)`` returns a list of actions for every stage.
+Schedule = Callable[[Sequence[Sequence[Chunk]], Placement, Sequence[int] | None], Sequence[Sequence[Action]]]
+"""``schedule(pipelines, placement, warmup)`` returns a list of actions for every stage.
 
-``pipelines`` holds the chunks of each pipeline; actions number the chunks through all pipelines. ``warmup`` is, for every
+``pipelines`` holds the chunks of each pipeline; actions number the chunks through all pipelines. ``placement`` says how many stages
+there are, and which parts of the model each has; actions need not name a part where every stage has one. ``warmup`` is, for every
 stage, how many forwards come before its first backward at the least, or ``None`` for the schedule's own choice.
 """
 
@@ -84,18 +86,19 @@ def default_warmup(chunks: Sequence[Chunk], num_stages: int) -> list[int]:
 
 @register_schedule("1f1b")
 def one_forward_one_backward(
-    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+    pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
 ) -> list[list[Action]]:
     """1F1B over chunks that may be slices: warm-up forwards, then a forward and a backward in turn, then the rest.
 
     A backward whose chunk has not been forwarded (a sequence cut more finely than those before it) waits for further
     forwards, so any order of chunks is legal. A warm-up shorter than needed is lengthened for the same reason.
     """
-    lists: list[list[Action]] = [[] for _ in range(num_stages)]
+    require_one_part(placement, "1f1b")
+    lists: list[list[Action]] = [[] for _ in range(placement.num_stages)]
     first = 0
     for chunks in pipelines:
         order = backward_order(chunks)
-        forwards = warmup if warmup is not None else default_warmup(chunks, num_stages)
+        forwards = warmup if warmup is not None else default_warmup(chunks, placement.num_stages)
         for stage, actions in enumerate(lists):
             done = 0
             for position, chunk in enumerate(order):
@@ -109,32 +112,46 @@ def one_forward_one_backward(
 
 @register_schedule("gpipe")
 def gpipe(
-    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+    pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
 ) -> list[list[Action]]:
     """All forwards of a pipeline, then all its backwards."""
+    require_one_part(placement, "gpipe")
     actions: list[Action] = []
     first = 0
     for chunks in pipelines:
         actions += [Forward(first + index) for index in range(len(chunks))]
         actions += [Backward(first + index) for index in backward_order(chunks)]
         first += len(chunks)
-    return [list(actions) for _ in range(num_stages)]
+    return [list(actions) for _ in range(placement.num_stages)]
+
+
+def require_one_part(placement: Placement, name: str) -> None:
+    """Raise ``PlanError`` if a schedule that knows no parts is asked to schedule several on a stage."""
+    if placement.num_parts != placement.num_stages:
+        raise PlanError(
+            f"the schedule {name} has one part of the model on each stage; use interleaved or zero-bubble for a placement of "
+            f"{placement.num_parts} parts on {placement.num_stages} stages"
+        )
 
 
 def build_replica(
     pipelines: Sequence[Pipeline],
-    num_stages: int,
+    stages: int | Placement,
     *,
     schedule: str = "1f1b",
     warmup: Sequence[int] | None = None,
     recompute: Sequence[Sequence[int]] | None = None,
 ) -> ReplicaPlan:
-    """Schedule ``pipelines``; ``recompute[stage][chunk]`` is 0 throughout if not given. Raises ``PlanError``."""
-    if warmup is not None and len(warmup) != num_stages:
-        raise PlanError(f"warmup names {len(warmup)} stages, but there are {num_stages}")
+    """Schedule ``pipelines`` over ``stages``, their number or which parts of the model each has.
+
+    ``recompute[part][chunk]`` is 0 throughout if not given. Raises ``PlanError``.
+    """
+    placement = Placement.plain(stages) if isinstance(stages, int) else stages
+    if warmup is not None and len(warmup) != placement.num_stages:
+        raise PlanError(f"warmup names {len(warmup)} stages, but there are {placement.num_stages}")
     num_chunks = sum(len(pipeline.chunks) for pipeline in pipelines)
-    lists = get_schedule(schedule)([pipeline.chunks for pipeline in pipelines], num_stages, warmup)
+    lists = get_schedule(schedule)([pipeline.chunks for pipeline in pipelines], placement, warmup)
     actions: ActionLists = tuple(tuple(actions) for actions in lists)
     if recompute is None:
-        recompute = [[0] * num_chunks for _ in range(num_stages)]
-    return ReplicaPlan(tuple(pipelines), actions, tuple(tuple(row) for row in recompute))
+        recompute = [[0] * num_chunks for _ in range(placement.num_parts)]
+    return ReplicaPlan(tuple(pipelines), actions, tuple(tuple(row) for row in recompute), placement)

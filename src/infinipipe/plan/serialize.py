@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from infinipipe.files import parse_json, write_beside
+from infinipipe.plan.placement import Placement
 from infinipipe.plan.types import Action, Chunk, Pipeline, Plan, PlanError, ReplicaPlan, Slice
 
 VERSION = 1
 
 
 def _content(plan: Plan) -> dict[str, Any]:
+    placement = plan.placement
+    placed = {} if placement.is_plain else {"placement": [list(parts) for parts in placement.parts]}
     return {
         "version": VERSION,
         "stage_layers": list(plan.stage_layers),
+        **placed,
         "lengths": list(plan.lengths),
         "replicas": [
             {
@@ -72,7 +76,20 @@ def _slice(value: object, lengths: tuple[int, ...], name: str) -> Slice:
     return Slice(sequence, start, stop, lengths[sequence])
 
 
-def _replica(data: Mapping[str, Any], lengths: tuple[int, ...], name: str) -> ReplicaPlan:
+def _placement(data: Mapping[str, Any]) -> Placement:
+    """The placement that a plan names; without a part if it names none. Raises ``PlanError`` for what is none."""
+    if "placement" not in data:
+        return Placement(())
+    rows = _list(data["placement"], "placement")
+    placement = Placement(tuple(_integers(row, f"placement[{i}]") for i, row in enumerate(rows)))
+    if (problem := placement.problem()) is not None:
+        raise PlanError(problem)
+    return placement
+
+
+def _replica(
+    data: Mapping[str, Any], lengths: tuple[int, ...], placement: Placement, name: str
+) -> ReplicaPlan:
     pipelines = []
     for i, pipeline in enumerate(_list(_field(data, "pipelines", name), f"{name}.pipelines")):
         chunks = []
@@ -88,7 +105,7 @@ def _replica(data: Mapping[str, Any], lengths: tuple[int, ...], name: str) -> Re
         actions.append(tuple(Action.parse(word) for word in line.split()))
     rows = _list(_field(data, "recompute", name), f"{name}.recompute")
     recompute = tuple(_integers(row, f"{name}.recompute[{i}]") for i, row in enumerate(rows))
-    return ReplicaPlan(tuple(pipelines), tuple(actions), recompute)
+    return ReplicaPlan(tuple(pipelines), tuple(actions), recompute, placement)
 
 
 def from_json(text: str) -> Plan:
@@ -102,13 +119,14 @@ def from_json(text: str) -> Plan:
         raise PlanError(f"the plan has version {version!r}; this release reads version {VERSION}")
     lengths = _integers(_field(data, "lengths", "the plan"), "lengths")
     replicas = _list(_field(data, "replicas", "the plan"), "replicas")
+    placement = _placement(data)
     metadata = data.get("metadata", {})
     if not isinstance(metadata, dict):
         raise PlanError("metadata must be an object")
     return Plan(
         stage_layers=_integers(_field(data, "stage_layers", "the plan"), "stage_layers"),
         lengths=lengths,
-        replicas=tuple(_replica(replica, lengths, f"replicas[{i}]") for i, replica in enumerate(replicas)),
+        replicas=tuple(_replica(replica, lengths, placement, f"replicas[{i}]") for i, replica in enumerate(replicas)),
         metadata=metadata,
     )
 

@@ -8,7 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from infinipipe.plan.kinds import ActionKind
+from infinipipe.plan.placement import Placement
+
+if TYPE_CHECKING:
+    from infinipipe.plan.program import Program
 
 
 class PlanError(ValueError):
@@ -106,42 +112,53 @@ def cut_sequences(chunks: Iterable[Chunk]) -> dict[int, list[int]]:
     return found
 
 
-class ActionKind(enum.StrEnum):
-    """What a stage computes for a chunk."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a stage's action list. ``chunk`` counts over all pipelines of the replica."""
+    """One entry of a stage's action list.
+
+    Attributes:
+        kind: what is computed.
+        chunk: for which chunk, counted over all pipelines of the replica.
+        part: at which part of the model; ``None`` is the only part of the stage.
+    """
 
     kind: ActionKind
     chunk: int
+    part: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.chunk}"
+        return f"{self.kind.value}{self.chunk}" if self.part is None else f"{self.kind.value}{self.chunk}@{self.part}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the form that ``str`` writes, such as ``F12``. Raises ``PlanError``."""
-        match = re.fullmatch(r"([A-Z])([0-9]{1,9})", text) if isinstance(text, str) else None
+        """Read the form that ``str`` writes: ``F12``, or ``F12@5`` at part 5. Raises ``PlanError``."""
+        match = re.fullmatch(r"([A-Z])([0-9]{1,9})(?:@([0-9]{1,9}))?", text) if isinstance(text, str) else None
         if match is None or match[1] not in set(ActionKind):
             raise PlanError(
-                f"action {str(text)[:40]!r} is not a letter of F, B followed by a chunk number, such as F12"
+                f"action {str(text)[:40]!r} is not a letter of {', '.join(ActionKind)} followed by a chunk number, "
+                "such as F12, and perhaps a part, such as F12@5"
             )
-        return cls(ActionKind(match[1]), int(match[2]))
+        return cls(ActionKind(match[1]), int(match[2]), None if match[3] is None else int(match[3]))
 
 
-def Forward(chunk: int) -> Action:  # noqa: N802
-    """The forward pass of a chunk at a stage."""
-    return Action(ActionKind.FORWARD, chunk)
+def Forward(chunk: int, part: int | None = None) -> Action:  # noqa: N802
+    """The forward pass of a chunk."""
+    return Action(ActionKind.FORWARD, chunk, part)
 
 
-def Backward(chunk: int) -> Action:  # noqa: N802
-    """The backward pass of a chunk at a stage, recompute included."""
-    return Action(ActionKind.BACKWARD, chunk)
+def Backward(chunk: int, part: int | None = None) -> Action:  # noqa: N802
+    """The backward pass of a chunk, recompute included."""
+    return Action(ActionKind.BACKWARD, chunk, part)
+
+
+def BackwardInput(chunk: int, part: int | None = None) -> Action:  # noqa: N802
+    """The first half of a backward: all but the gradients of linear layers' weights; recompute included."""
+    return Action(ActionKind.BACKWARD_INPUT, chunk, part)
+
+
+def BackwardWeight(chunk: int, part: int | None = None) -> Action:  # noqa: N802
+    """The second half: the gradients of linear layers' weights. No other stage waits for it."""
+    return Action(ActionKind.BACKWARD_WEIGHT, chunk, part)
 
 
 ActionLists = tuple[tuple[Action, ...], ...]
@@ -155,13 +172,19 @@ class ReplicaPlan:
     Attributes:
         pipelines: the chunks in order; chunk numbers count through all pipelines.
         actions: for every stage, what it computes, in order.
-        recompute: ``recompute[stage][chunk]`` is how many of the stage's layers, counted from its first,
-            drop their activations in the chunk's forward and compute them again in its backward.
+        recompute: ``recompute[part][chunk]`` is how many of the part's layers, counted from its first, drop their activations
+            in the chunk's forward and compute them again in its backward.
+        placement: the parts of every stage; if not given, each has one.
     """
 
     pipelines: tuple[Pipeline, ...]
     actions: ActionLists
     recompute: tuple[tuple[int, ...], ...]
+    placement: Placement = field(default=Placement(()))
+
+    def __post_init__(self) -> None:
+        if not self.placement.parts:
+            object.__setattr__(self, "placement", Placement.plain(len(self.actions)))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -169,7 +192,18 @@ class ReplicaPlan:
 
     @property
     def num_stages(self) -> int:
-        return len(self.actions)
+        return self.placement.num_stages
+
+    @property
+    def num_parts(self) -> int:
+        return self.placement.num_parts
+
+    @cached_property
+    def program(self) -> Program:
+        """What the action lists need and hold. Raises ``PlanError`` for a chunk or part that is not there."""
+        from infinipipe.plan.program import Program
+
+        return Program(self.actions, self.chunks, self.placement)
 
 
 @dataclass(frozen=True)
@@ -177,7 +211,7 @@ class Plan:
     """How one optimizer step is run: a plan for every data-parallel replica.
 
     Attributes:
-        stage_layers: number of decoder layers of every stage.
+        stage_layers: number of decoder layers of every part, which is every stage where each has one part.
         lengths: tokens of every sequence of the global batch.
         replicas: one entry per data-parallel replica; an entry may be without chunks.
         metadata: what the planner says of the plan (name, predictions); no part of its hash.
@@ -189,7 +223,16 @@ class Plan:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
+    def placement(self) -> Placement:
+        """The parts of every stage, the same for all replicas."""
+        return self.replicas[0].placement if self.replicas else Placement.plain(len(self.stage_layers))
+
+    @property
     def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_parts(self) -> int:
         return len(self.stage_layers)
 
     @property

@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-from infinipipe.plan.communication import check_deadlock
-from infinipipe.plan.types import Action, ActionKind, Chunk, Plan, PlanError, ReplicaPlan
+from infinipipe.plan.kinds import KINDS, ActionKind, Direction, Resource
+from infinipipe.plan.types import Action, Chunk, Plan, PlanError, ReplicaPlan
 
 
 def validate(plan: Plan) -> None:
     """Prove that ``plan`` computes its step and cannot deadlock. Raises ``PlanError`` at the first broken rule.
 
     The rules: every token of every sequence is in exactly one slice; a chunk has at most one slice of a cut sequence, and
-    it comes first; every chunk runs forward and backward once on every stage; slices of a sequence run forward in order and
-    backward in reverse; recomputed layers exist; sends and receives pair up in order and no stage waits for ever.
+    it comes first; every part lies on one stage; every chunk passes every part forward and backward once; slices of a sequence
+    run forward in order and backward in reverse; an action finds what it needs, and nothing is left at the end; recomputed
+    layers exist; sends and receives pair up in order and no stage waits for ever.
     """
     if not plan.stage_layers:
         raise PlanError("the plan has no stages; stage_layers must name at least one")
-    for stage, layers in enumerate(plan.stage_layers):
+    for part, layers in enumerate(plan.stage_layers):
         if layers < 0:
-            raise PlanError(f"stage {stage} has {layers} layers; a stage has at least 0")
+            raise PlanError(f"{_unit(plan)} {part} has {layers} layers; a {_unit(plan)} has at least 0")
     for sequence, length in enumerate(plan.lengths):
         if length < 1:
             raise PlanError(f"sequence {sequence} has {length} tokens; a sequence has at least 1")
     if not plan.replicas:
         raise PlanError("the plan has no replicas; it needs at least one")
+    _check_placement(plan)
     _check_coverage(plan)
     for index, replica in enumerate(plan.replicas):
         where = f"replica {index}: " if len(plan.replicas) > 1 else ""
         try:
-            _check_replica(replica, plan.stage_layers)
+            _check_replica(replica, plan)
         except PlanError as error:
             raise PlanError(where + str(error)) from None
+
+
+def _unit(plan: Plan) -> str:
+    """What ``stage_layers`` counts the layers of, in words."""
+    return "stage" if plan.placement.is_plain else "part"
+
+
+def _check_placement(plan: Plan) -> None:
+    placement = plan.placement
+    if (problem := placement.problem()) is not None:
+        raise PlanError(problem)
+    if placement.num_parts != len(plan.stage_layers):
+        raise PlanError(
+            f"there are action lists for {placement.num_stages} stages, but the plan has {len(plan.stage_layers)}"
+            if placement.is_plain
+            else f"the placement names {placement.num_parts} parts, but stage_layers has {len(plan.stage_layers)} entries"
+        )
+    for index, replica in enumerate(plan.replicas):
+        if replica.placement != placement:
+            raise PlanError(f"replica {index} places parts otherwise than replica 0; all replicas have one placement")
 
 
 def _check_coverage(plan: Plan) -> None:
@@ -77,62 +99,105 @@ def _check_chunk(number: int, chunk: Chunk) -> None:
             )
 
 
-def _check_replica(replica: ReplicaPlan, stage_layers: tuple[int, ...]) -> None:
-    num_stages, num_chunks = len(stage_layers), len(replica.chunks)
+def _check_replica(replica: ReplicaPlan, plan: Plan) -> None:
+    num_stages, num_chunks, unit = replica.num_stages, len(replica.chunks), _unit(plan)
     if len(replica.actions) != num_stages:
         raise PlanError(f"there are action lists for {len(replica.actions)} stages, but the plan has {num_stages}")
-    if len(replica.recompute) != num_stages:
-        raise PlanError(f"recompute has {len(replica.recompute)} rows, but the plan has {num_stages} stages")
+    if len(replica.recompute) != plan.num_parts:
+        raise PlanError(f"recompute has {len(replica.recompute)} rows, but the plan has {plan.num_parts} {unit}s")
     for number, pipeline in enumerate(replica.pipelines):
         if not pipeline.chunks:
             raise PlanError(f"pipeline {number} has no chunks")
-    for stage, row in enumerate(replica.recompute):
+    for part, row in enumerate(replica.recompute):
         if len(row) != num_chunks:
-            raise PlanError(f"recompute of stage {stage} names {len(row)} chunks, but there are {num_chunks}")
+            raise PlanError(f"recompute of {unit} {part} names {len(row)} chunks, but there are {num_chunks}")
         for chunk, layers in enumerate(row):
-            if not 0 <= layers <= stage_layers[stage]:
+            if not 0 <= layers <= plan.stage_layers[part]:
                 raise PlanError(
-                    f"stage {stage} recomputes {layers} layers of chunk {chunk}, but it has {stage_layers[stage]} layers"
+                    f"{unit} {part} recomputes {layers} layers of chunk {chunk}, but it has {plan.stage_layers[part]} layers"
                 )
+    program = replica.program
+    parts = program.part.tolist()
     for stage, actions in enumerate(replica.actions):
-        _check_actions(stage, actions, replica.chunks)
-    check_deadlock(replica)
+        ledger = _Ledger(replica.chunks, replica.placement.parts[stage])
+        for action, part in zip(actions, parts[program.base[stage] : program.base[stage + 1]], strict=True):
+            ledger.add(action, part, f"stage {stage}, action {action}")
+        ledger.close(f"stage {stage}")
+    program.check_messages()
+    _ = program.order
 
 
-def _check_actions(stage: int, actions: tuple[Action, ...], chunks: tuple[Chunk, ...]) -> None:
-    forwarded: set[int] = set()
-    done: set[int] = set()
-    forward_end: dict[int, int] = {}
-    backward_start: dict[int, int] = {}
-    for action in actions:
-        where = f"stage {stage}, action {action}"
-        if action.chunk >= len(chunks):
-            raise PlanError(f"{where}: there are {len(chunks)} chunks, numbered from 0")
-        piece = chunks[action.chunk].partial
-        if action.kind == ActionKind.FORWARD:
-            if action.chunk in forwarded:
-                raise PlanError(f"{where}: the chunk was forwarded already")
-            forwarded.add(action.chunk)
-            if piece is not None:
-                reached = forward_end.get(piece.sequence, 0)
-                if piece.start != reached:
-                    raise PlanError(
-                        f"{where}: {piece} runs forward when its sequence stands at {reached}; slices run forward in order"
-                    )
-                forward_end[piece.sequence] = piece.stop
+class _Ledger:
+    """What one stage's actions have done so far, and what they hold."""
+
+    def __init__(self, chunks: tuple[Chunk, ...], parts: tuple[int, ...]) -> None:
+        self._chunks, self._parts = chunks, parts
+        self._passed: dict[Direction, set[tuple[int, int]]] = {direction: set() for direction in Direction}
+        self._reached: dict[tuple[Direction, int, int], int] = {}
+        self._held: dict[Resource, set[tuple[int, int]]] = {}
+        self._gone: dict[Resource, set[tuple[int, int]]] = {}
+
+    def add(self, action: Action, part: int, where: str) -> None:
+        """Account an action at ``part``. Raises ``PlanError``."""
+        row, place = action.kind.row, (part, action.chunk)
+        if action.part not in (None, part):
+            raise PlanError(f"{where}: the stage has part {part} alone")
+        at = "" if len(self._parts) == 1 else f" at part {part}"
+        if row.flow is not None:
+            if place in self._passed[row.flow]:
+                raise PlanError(f"{where}: the chunk went {row.flow.value} already{at}")
+            self._passed[row.flow].add(place)
+        for resource in row.releases:
+            if resource.is_per_sequence:
+                continue
+            if place not in self._held.get(resource, ()):
+                gone = place in self._gone.get(resource, ())
+                makers = " or ".join(f"{kind.value}{action.chunk}" for kind in _acquiring(resource))
+                raise PlanError(
+                    f"{where}: the {resource.name} of the chunk "
+                    + (f"were released before{at}" if gone else f"are not there{at}; it comes after {makers}")
+                )
+            self._held[resource].remove(place)
+            self._gone.setdefault(resource, set()).add(place)
+        for resource in row.acquires:
+            if not resource.is_per_sequence:
+                self._held.setdefault(resource, set()).add(place)
+        if row.flow is not None:
+            self._check_slices(row.flow, part, self._chunks[action.chunk], where)
+
+    def _check_slices(self, flow: Direction, part: int, chunk: Chunk, where: str) -> None:
+        """Slices of a sequence run forward in order and backward in reverse."""
+        piece = chunk.partial
+        if piece is None:
+            return
+        key = (flow, part, piece.sequence)
+        if flow is Direction.FORWARD:
+            begins, ends, reached = piece.start, piece.stop, self._reached.get(key, 0)
+            rule = f"runs forward when its sequence stands at {reached}; slices run forward in order"
         else:
-            if action.chunk not in forwarded:
-                raise PlanError(f"{where}: the chunk has not been forwarded")
-            if action.chunk in done:
-                raise PlanError(f"{where}: the chunk's backward was done already")
-            done.add(action.chunk)
-            if piece is not None:
-                if piece.stop != backward_start.get(piece.sequence, piece.length):
-                    raise PlanError(
-                        f"{where}: {piece} runs backward before a later slice of its sequence; "
-                        "slices run backward in reverse, after the forward of the last one"
-                    )
-                backward_start[piece.sequence] = piece.start
-    missing = set(range(len(chunks))) - done
-    if missing:
-        raise PlanError(f"stage {stage} never runs the backward of chunk {min(missing)}")
+            begins, ends, reached = piece.stop, piece.start, self._reached.get(key, piece.length)
+            rule = (
+                "runs backward before a later slice of its sequence; slices run backward in reverse, after the forward of "
+                "the last one"
+            )
+        if begins != reached:
+            raise PlanError(f"{where}: {piece} {rule}")
+        self._reached[key] = ends
+
+    def close(self, where: str) -> None:
+        """Raise ``PlanError`` unless every chunk has passed in both directions and nothing is held."""
+        wanted = {(part, chunk) for part in self._parts for chunk in range(len(self._chunks))}
+        for direction, passed in self._passed.items():
+            if missing := wanted - passed:
+                part, chunk = min(missing)
+                at = "" if len(self._parts) == 1 else f" at part {part}"
+                raise PlanError(f"{where} never runs chunk {chunk} {direction.value}{at}")
+        for resource, places in self._held.items():
+            if places:
+                chunk = min(places)[1]
+                enders = " or ".join(f"{kind.value}{chunk}" for kind, row in KINDS.items() if resource in row.releases)
+                raise PlanError(f"{where} never releases the {resource.name} of chunk {chunk}; {enders} is missing")
+
+
+def _acquiring(resource: Resource) -> list[ActionKind]:
+    return [kind for kind, row in KINDS.items() if resource in row.acquires]

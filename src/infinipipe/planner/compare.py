@@ -83,7 +83,7 @@ def _outcome(
 ) -> Outcome:
     table, stages = found.draft.table, cost.num_stages
     recompute = float(table.recompute_seconds(found.recompute).sum()) / stages
-    busy = float((table.forward + table.backward).sum()) / stages
+    busy = float(table.work.sum()) / stages
     chunks = table.num_chunks
     work = cost.work_seconds(lengths) / (cost.sequence_parallel * stages)
     fixed = cost.chunk_seconds() / stages * chunks + work

@@ -41,8 +41,8 @@ def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
 
     def seconds(length: int) -> float:
         chunk = Chunk((Slice(0, 0, length, length),))
-        stages = range(len(cost.stage_layers))
-        return sum(cost.forward_seconds(chunk, stage) + cost.backward_seconds(chunk, stage) for stage in stages)
+        parts = range(len(cost.stage_layers))
+        return sum(cost.pass_seconds("forward", chunk, part) + cost.pass_seconds("backward", chunk, part) for part in parts)
 
     n = max(longest, 1024)
     one, two, three = seconds(1), seconds(n), seconds(2 * n)
@@ -79,7 +79,7 @@ class Draft:
         """The replica without recompute."""
         return build_replica(
             [Pipeline(chunks) for chunks in self.pipelines if chunks],
-            len(self.cost.stage_layers),
+            self.cost.placement,
             schedule=self.schedule,
             warmup=self.warmup,
         )
@@ -90,23 +90,22 @@ class Draft:
 
     @cached_property
     def memories(self) -> list[StageMemory]:
-        return stage_memories(self.replica.actions, self.chunks, self.table, self.cost)
+        return stage_memories(self.replica.program, self.table, self.cost)
 
     @cached_property
     def seconds_without_recompute(self) -> float:
         """Seconds that the step would take if nothing were recomputed."""
-        return self.engine.makespan(self.table.forward, self.table.backward, self.table.message)
+        return self.engine.makespan(self.table.seconds, self.table.message)
 
     def makespan(self, recompute: IntArray) -> float:
-        """Seconds that the step takes with ``recompute``, (stages, chunks) layers."""
+        """Seconds that the step takes with ``recompute``, (parts, chunks) layers."""
         if not recompute.any():
             return self.seconds_without_recompute
-        backward = self.table.backward + self.table.recompute_seconds(recompute)
-        return self.engine.makespan(self.table.forward, backward, self.table.message)
+        return self.engine.makespan(self.table.seconds, self.table.message, self.table.recompute_seconds(recompute))
 
     def least(self) -> tuple[int, int]:
         """The least bytes that this order needs with everything recomputed, and the stage that needs them."""
-        peaks = [max(memory.least(), self.cost.state_bytes(stage)) for stage, memory in enumerate(self.memories)]
+        peaks = [max(memory.least(), self.cost.state_bytes(memory.stage)) for memory in self.memories]
         worst = int(np.argmax(peaks))
         return int(np.ceil(peaks[worst])) + 1, worst
 
@@ -115,15 +114,15 @@ class Draft:
         return recompute_problem(self.memories, self.table, budget, share_diagonals=share_diagonals)
 
     def uniform(self, layers: int) -> IntArray:
-        """(stages, chunks): ``layers`` of every chunk at every stage, or all where the stage has fewer."""
-        per_stage = np.minimum(np.array(self.table.stage_layers, np.int64), layers)
-        return np.repeat(per_stage[:, None], len(self.chunks), axis=1)
+        """(parts, chunks): ``layers`` of every chunk at every part, or all where the part has fewer."""
+        per_part = np.minimum(np.array(self.table.stage_layers, np.int64), layers)
+        return np.repeat(per_part[:, None], len(self.chunks), axis=1)
 
     def peaks(self, recompute: IntArray) -> list[float]:
         """Peak bytes of every stage with ``recompute``."""
         return [
-            max(float(memory.curve(row).max(initial=0.0)), self.cost.state_bytes(stage))
-            for stage, (memory, row) in enumerate(zip(self.memories, recompute, strict=True))
+            max(float(memory.curve(memory.of(recompute)).max(initial=0.0)), self.cost.state_bytes(memory.stage))
+            for memory in self.memories
         ]
 
     def fit(
@@ -156,4 +155,4 @@ class Draft:
     def build(self, recompute: IntArray) -> ReplicaPlan:
         """The replica with ``recompute``."""
         rows = tuple(tuple(row) for row in recompute.tolist())
-        return ReplicaPlan(self.replica.pipelines, self.replica.actions, rows)
+        return ReplicaPlan(self.replica.pipelines, self.replica.actions, rows, self.replica.placement)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infinipipe.plan import Chunk
+from infinipipe.plan.ahead import lead
 from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
 from infinipipe.planner.draft import Draft
 from infinipipe.planner.paper import search_paper
-from infinipipe.planner.schedules import lead
 from infinipipe.planner.search import Found, Replica, descend
 
 Style = Literal["mesh", "even", "dense"]
@@ -24,14 +24,16 @@ Style = Literal["mesh", "even", "dense"]
 
 STYLES: tuple[Style, ...] = ("mesh", "even", "dense")
 SCHEDULES: tuple[tuple[str, float], ...] = (
-    ("window", 2.0),
+    ("tapered", 2.0),
     ("lookahead", 2.0),
     ("lookahead", 3.0),
     ("lookahead", 1.5),
-    ("window", 1.0),
+    ("tapered", 1.0),
     ("lookahead", 1.0),
 )
 """Schedules and how many forwards a stage runs ahead for each stage after it."""
+SCHEDULES_OF_PARTS: tuple[tuple[str, float], ...] = (("interleaved", 0.0), ("zero-bubble", 0.0))
+"""Those for several parts on each stage, which choose themselves how far they run ahead."""
 RAMPS = (0.0, 1.0, 2.0, 3.0, 4.0)
 """Chunks of the ramp at each end, per stage."""
 MULTIPLES = (8, 6, 4, 3, 2, 1.5)
@@ -54,17 +56,17 @@ class Choice:
     ramp: float
     schedule: tuple[str, float]
 
-    def neighbours(self) -> Iterator[Choice]:
+    def neighbours(self, schedules: tuple[tuple[str, float], ...]) -> Iterator[Choice]:
         """Choices that differ in one thing other than the number of slices."""
         for ramp in RAMPS:
             yield dataclasses.replace(self, ramp=ramp)
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             yield dataclasses.replace(self, schedule=schedule)
         for style in STYLES:
             yield dataclasses.replace(self, style=style)
 
 
-OTHER_STARTS = (Choice(1.0, "dense", 2.0, ("window", 1.0)), Choice(1.0, "mesh", 0.0, ("lookahead", 1.5)))
+OTHER_STARTS = (Choice(1.0, "dense", 2.0, ("tapered", 1.0)), Choice(1.0, "mesh", 0.0, ("lookahead", 1.5)))
 """Where the search starts again: choices that are good together and bad one at a time."""
 FEW_CHUNKS = 60
 """Chunks up to which it does so; with more, bubbles are small and trying takes longer."""
@@ -77,7 +79,8 @@ class ElasticSearch:
 
     def __init__(self, problem: Replica) -> None:
         self.problem = problem
-        self.stages = len(problem.cost.stage_layers)
+        self.stages = problem.cost.placement.num_stages
+        self.schedules = SCHEDULES_OF_PARTS if problem.has_parts else SCHEDULES
         self._seconds: dict[Choice, float] = {}
         self._chunks: dict[tuple[float, Style, float], tuple[Chunk, ...] | None] = {}
 
@@ -86,7 +89,7 @@ class ElasticSearch:
         problem = self.problem
         numbers = self.slice_numbers()
         roomy = problem.settings.memory_budget is None
-        best = self.usual(Choice(1.0, "mesh", 1.0, SCHEDULES[0 if roomy else 1]))
+        best = self.usual(Choice(1.0, "mesh", 1.0, self.schedules[0 if roomy else 1]))
         ranked = descend(numbers, lambda number: self.try_slices(best, number), problem.limits)
         if not ranked:
             return self.leanest()
@@ -101,15 +104,15 @@ class ElasticSearch:
         best, before = self.usual(start), None
         while best != before and self.allowed(best):
             before = best
-            for choice in map(self.usual, (*best.neighbours(), *self.beside(best, numbers))):
+            for choice in map(self.usual, (*best.neighbours(self.schedules), *self.beside(best, numbers))):
                 if self.allowed(choice) and self.try_choice(choice) < self.try_choice(best):
                     best = choice
 
     def usual(self, choice: Choice) -> Choice:
-        """The one spelling of choices that a schedule named in the settings makes equal."""
-        return (
-            choice if self.problem.settings.schedule == "auto" else dataclasses.replace(choice, schedule=SCHEDULES[0])
-        )
+        """The one spelling of choices that a schedule named in the settings, or the placement, makes equal."""
+        if self.problem.settings.schedule == "auto" and choice.schedule in self.schedules:
+            return choice
+        return dataclasses.replace(choice, schedule=self.schedules[0])
 
     def allowed(self, choice: Choice) -> bool:
         """Whether the choice was tried or may be."""
@@ -126,7 +129,7 @@ class ElasticSearch:
     def leanest(self) -> Found:
         """Nothing fits yet: run no stage ahead, cut as finely as allowed, and then as the published method does."""
         for number in reversed(self.problem.slice_numbers(most_chunks=math.inf)):
-            for schedule in (("lookahead", 1.0), ("lookahead", 0.0)):
+            for schedule in self.schedules if self.problem.has_parts else (("lookahead", 1.0), ("lookahead", 0.0)):
                 self.try_choice(Choice(number, "mesh", 0.0, schedule))
         return self.with_paper()
 
@@ -167,7 +170,8 @@ class ElasticSearch:
     def _draft(self, choice: Choice) -> Draft | None:
         chunks = self.chunks(choice.slices, choice.style, choice.ramp)
         name, per_stage = choice.schedule
-        return None if chunks is None else self.problem.draft([chunks], name, lead(self.stages, per_stage))
+        warmup = None if self.problem.has_parts else lead(self.stages, per_stage)
+        return None if chunks is None else self.problem.draft([chunks], name, warmup)
 
     def chunks(self, slices: float, style: Style, ramp: float) -> tuple[Chunk, ...] | None:
         """The chunks of a choice in order; ``None`` if a slice would exceed the token capacity."""

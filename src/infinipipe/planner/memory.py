@@ -1,13 +1,12 @@
 """Memory of every stage at every moment, from the action lists (section 4, note c).
 
-At each action a stage holds its states; the activations of the chunks between forward and backward; key/value stores and
-their gradients over their intervals; receives posted ahead; outputs whose transfer is not known to have ended; and what the
-action itself needs while it runs. What a stage holds while it waits for the action's input is no more.
+At each action a stage holds its states; every resource over its intervals; receives posted ahead; outputs whose transfer is not
+known to have ended; and what the action itself needs while it runs. What a stage holds while it waits for the action's input is
+no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +14,10 @@ from numpy.typing import NDArray
 
 from infinipipe.cost import CostModel, CostTable, tabulate
 from infinipipe.cost.work import FloatArray
-from infinipipe.plan import Action, Chunk, Plan, PlanError, ReplicaPlan, cut_sequences
-from infinipipe.simulate.positions import Positions
+from infinipipe.plan import Plan, PlanError, Program, ReplicaPlan
+from infinipipe.plan.kinds import ACTIVATIONS
+from infinipipe.plan.program import AHEAD, Intervals
+from infinipipe.simulate import require_same_stages
 
 IntArray = NDArray[np.int64]
 MIB, GIB = 2**20, 2**30
@@ -52,153 +53,229 @@ def readable_bytes(count: float) -> str:
 class StageMemory:
     """One stage's memory at each of its actions as a function of recomputed layers.
 
+    A *holding* is a chunk's activations at one of the stage's parts: number ``p * chunks + chunk`` at the stage's ``p``-th part.
+
     Attributes:
-        layers: decoder layers of the stage.
-        positions: the stage's actions.
+        stage: which stage.
+        parts: its parts.
+        layers: (holdings,) decoder layers of its part.
+        first, last: (holdings,) the places of the actions that acquire and release it.
+        saving: (holdings,) bytes that each recomputed layer frees from the first to the last.
+        own: (actions,) the holding of the action's chunk and part.
+        is_held: (actions,) whether that is held while the action runs.
         kept: (actions,) bytes at each action if nothing is recomputed.
-        full: (actions,) the same if all layers of the action's own chunk, and nothing else, are recomputed.
-        saving: (chunks,) bytes that each recomputed layer of a chunk frees from its forward to its backward.
+        full: (actions,) the same if all layers of the action's own holding, and nothing else, are recomputed.
+        full_from: (actions,) recomputed layers of the own holding from which on ``full`` is a limit: all, or 1 where what the
+            action leaves behind piles up while it runs.
     """
 
-    layers: int
-    positions: Positions
+    stage: int
+    parts: tuple[int, ...]
+    layers: IntArray
+    first: IntArray
+    last: IntArray
+    saving: FloatArray
+    own: IntArray
+    is_held: NDArray[np.bool_]
     kept: FloatArray
     full: FloatArray
-    saving: FloatArray
+    full_from: IntArray
+
+    def of(self, recompute: FloatArray | IntArray) -> FloatArray | IntArray:
+        """(holdings,) of the stage, from (parts, chunks) of all."""
+        return recompute[list(self.parts)].ravel()
 
     def freed(self, recompute: FloatArray | IntArray) -> FloatArray:
-        """(actions,) bytes that ``recompute``, (chunks,) layers, frees at each action."""
+        """(actions,) bytes that ``recompute``, (holdings,) layers, frees at each action."""
         change = np.zeros(len(self.kept) + 1)
         amount = recompute * self.saving
-        change[self.positions.forward_at] = amount
-        change[self.positions.backward_at + 1] -= amount
+        change[self.first] = amount
+        change[self.last + 1] -= amount
         result: FloatArray = np.cumsum(change[:-1])
         return result
 
     def curve(self, recompute: FloatArray | IntArray) -> FloatArray:
-        """(actions,) bytes at each action with ``recompute``, (chunks,) layers."""
+        """(actions,) bytes at each action with ``recompute``, (holdings,) layers."""
         freed = self.freed(recompute)
-        own = recompute[self.positions.chunk]
-        others = freed - own * self.saving[self.positions.chunk]
-        return np.where(own >= self.layers, self.full - others, self.kept - freed)
+        own = recompute[self.own]
+        others = freed - np.where(self.is_held, own * self.saving[self.own], 0.0)
+        everything = own >= self.layers[self.own]
+        some = np.where(everything, -np.inf, self.kept - freed)
+        limited = everything | (own >= self.full_from)
+        return np.where(limited & self.is_held, np.maximum(some, self.full - others), self.kept - freed)
 
     def least(self) -> float:
         """The peak with everything recomputed, the least that a plan can count on."""
         if not len(self.kept):
             return 0.0
-        freed = self.freed(np.full(len(self.saving), self.layers))
-        own = self.layers * self.saving[self.positions.chunk]
+        freed = self.freed(self.layers)
+        own = np.where(self.is_held, self.layers[self.own] * self.saving[self.own], 0.0)
         return float(np.maximum(self.kept - freed, self.full - freed + own).max())
 
 
-def stage_memories(
-    actions: Sequence[Sequence[Action]], chunks: Sequence[Chunk], table: CostTable, cost: CostModel
-) -> list[StageMemory]:
+def stage_memories(program: Program, table: CostTable, cost: CostModel) -> list[StageMemory]:
     """The memory of every stage under its action list."""
-    positions = [Positions.of(stage_actions) for stage_actions in actions]
-    sizes = np.array([cost.message_bytes(chunk.num_tokens) for chunk in chunks], np.float64)
+    if not program.num_actions:
+        return [_idle(stage, program) for stage in range(program.num_stages)]
+    layers_of, states = (
+        np.array(x) for x in (table.stage_layers, [cost.state_bytes(stage) for stage in range(program.num_stages)])
+    )
+    added, freed = np.zeros((2, program.num_actions))
+    for intervals in program.intervals:
+        size = table.held[intervals.resource.name][intervals.part, intervals.chunk]
+        added[intervals.first + intervals.resource.from_end] += size
+        freed[intervals.last] += size
+    buffers, released = _messages(program, table.message_bytes)
+    common = np.cumsum(added) - np.cumsum(freed) + freed + states[program.stage] + buffers
+    activations = program.intervals_of(ACTIVATIONS)
+    most_freed = table.layer_saving * layers_of[:, None]
+    added[activations.first] -= most_freed[activations.part, activations.chunk]
+    waiting = released - added
+    kept, full = (
+        common + np.maximum(program.by_kind(lambda column, which=which: table.transient[column][which]), waiting)
+        for which in (0, 1)
+    )
+    full -= most_freed[program.part, program.chunk]
+    full_from = np.where(program.rows("leaves_behind"), 1, layers_of[program.part])
+    held = _is_held(program, activations)
+    full = np.where(held, full, -np.inf)
     return [
-        _stage_memory(stage, positions, chunks, table, cost, sizes) if len(chunks) else _idle(stage, positions, table)
-        for stage in range(len(actions))
+        _stage_memory(stage, program, table, activations, (held, kept, full, full_from))
+        for stage in range(program.num_stages)
     ]
 
 
-def _idle(stage: int, positions: Sequence[Positions], table: CostTable) -> StageMemory:
-    nothing = np.zeros(0)
-    return StageMemory(table.stage_layers[stage], positions[stage], nothing, nothing, nothing)
+def _is_held(program: Program, activations: Intervals) -> NDArray[np.bool_]:
+    """(actions,) whether the activations of the action's chunk at its part are held while it runs."""
+    first, last = np.full((2, program.num_parts, len(program.chunks)), -1)
+    first[activations.part, activations.chunk] = activations.first
+    last[activations.part, activations.chunk] = activations.last
+    numbers, place = np.arange(program.num_actions), (program.part, program.chunk)
+    result: NDArray[np.bool_] = (first[place] <= numbers) & (numbers <= last[place])
+    return result
+
+
+def _idle(stage: int, program: Program) -> StageMemory:
+    none, nothing = np.zeros(0, np.int64), np.zeros(0)
+    return StageMemory(
+        stage, program.placement.parts[stage], none, none, none, nothing, none, none > 0, nothing, nothing, none
+    )
 
 
 def _stage_memory(
     stage: int,
-    positions: Sequence[Positions],
-    chunks: Sequence[Chunk],
+    program: Program,
     table: CostTable,
-    cost: CostModel,
-    sizes: FloatArray,
+    activations: Intervals,
+    by_action: tuple[NDArray[np.bool_], FloatArray, FloatArray, IntArray],
 ) -> StageMemory:
-    own, layers, saving = positions[stage], table.stage_layers[stage], table.layer_saving[stage]
-    added, freed = np.zeros((2, len(own.chunk)))
-    added[own.forward_at] = table.activation[stage]
-    freed[own.backward_at] = table.activation[stage]
-    for held in cut_sequences(chunks).values():
-        first, last = held[0], held[-1]
-        store = cost.kv_bytes(chunks[first].slices[0].length, stage)
-        gradients = cost.dkv_bytes(chunks[last].context, stage)
-        added[own.forward_at[first]] += store
-        added[own.backward_at[last]] += gradients
-        freed[own.backward_at[first]] += store + gradients
-    buffers, released = _messages(stage, positions, sizes)
-    common = np.cumsum(added) - np.cumsum(freed) + freed + cost.state_bytes(stage) + buffers
-    added[own.forward_at] -= layers * saving
-    waiting = released - added
+    begin, end = program.base[stage], program.base[stage + 1]
+    parts, count = program.placement.parts[stage], len(program.chunks)
+    place_of = np.zeros(program.num_parts, np.int64)
+    place_of[list(parts)] = np.arange(len(parts))
+    own = (activations.first >= begin) & (activations.first < end)
+    first, last = np.zeros((2, len(parts) * count), np.int64)
+    holding = place_of[activations.part[own]] * count + activations.chunk[own]
+    first[holding], last[holding] = activations.first[own] - begin, activations.last[own] - begin
+    held, kept, full, full_from = (x[begin:end] for x in by_action)
+    return StageMemory(
+        stage=stage,
+        parts=parts,
+        layers=np.repeat(np.array([table.stage_layers[part] for part in parts]), count),
+        first=first,
+        last=last,
+        saving=table.layer_saving[list(parts)].ravel(),
+        own=place_of[program.part[begin:end]] * count + program.chunk[begin:end],
+        is_held=held,
+        kept=kept,
+        full=full,
+        full_from=full_from,
+    )
 
-    def transient(forward: FloatArray, backward: FloatArray) -> FloatArray:
-        running = np.where(own.is_forward, forward[stage][own.chunk], backward[stage][own.chunk])
-        return np.maximum(running, waiting)
 
-    kept = common + transient(table.forward_transient, table.backward_transient)
-    full = common + transient(table.forward_transient_full, table.backward_transient_full)
-    return StageMemory(layers, own, kept, full - layers * saving[own.chunk], saving)
-
-
-def _messages(stage: int, positions: Sequence[Positions], sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _messages(program: Program, sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
     """(actions,) bytes of messages while each action runs, and those held just before it beyond that.
 
-    These are receives posted ahead, the gradient that a backward reads, and outputs that may be on their way. The input of
-    a forward belongs to its activations once it runs.
+    These are receives posted ahead, inputs that an action reads and does not keep, outputs that may be on their way, and what
+    parts of one stage have handed over. An input that is kept belongs to what the action holds once it runs.
     """
-    own, last = positions[stage], len(positions) - 1
-    held, released = np.zeros((2, len(own.chunk)))
-    if stage > 0:
-        held += _posted(own.is_forward, own.chunk, sizes)
-        released += np.where(own.is_forward, sizes[own.chunk], 0.0)
-        pinned, gone = _pinned(~own.is_forward, own, positions[stage - 1], positions[stage - 1].forward_at, sizes)
-        held += pinned
-        released += gone
-    if stage < last:
-        held += _posted(~own.is_forward, own.chunk, sizes)
-        held += np.where(own.is_forward, 0.0, sizes[own.chunk])
-        pinned, gone = _pinned(own.is_forward, own, positions[stage + 1], positions[stage + 1].backward_at, sizes)
-        held += pinned
-        released += gone
+    held, released = np.zeros((2, program.num_actions))
+    keeps = program.rows("keeps_input")
+
+    def add_inputs(takers: IntArray) -> None:
+        size = sizes[program.chunk[takers]]
+        kept = keeps[takers]
+        released[takers[kept]] += size[kept]
+        held[takers[~kept]] += size[~kept]
+
+    for _, makers, takers in program.links:
+        total = np.concatenate(([0.0], np.cumsum(sizes[program.chunk[takers]])))
+        target = _actions_of(program, takers)
+        held[target] += _posted(target, takers, total)
+        add_inputs(takers)
+        source = _actions_of(program, makers)
+        pinned, gone = _pinned(program, source, makers, takers, total)
+        held[source] += pinned
+        released[source] += gone
+    for channel in np.flatnonzero(program.local).tolist():
+        takers = np.flatnonzero(program.takes == channel)
+        change = np.zeros(program.num_actions + 1)
+        change[program.source[takers] + 1] += sizes[program.chunk[takers]]
+        change[takers] -= sizes[program.chunk[takers]]
+        held += np.cumsum(change[:-1])
+        add_inputs(takers)
     return held, released
 
 
-def _posted(uses: NDArray[np.bool_], chunk: IntArray, sizes: FloatArray) -> FloatArray:
-    """Bytes of the next receive of one direction, posted when the use before it begins."""
-    begun = np.cumsum(uses)
-    ahead = np.append(sizes[chunk[uses]], 0.0)[begun]
-    first = int(np.argmax(uses))
-    ahead[: max(first - 1, 0)] = 0.0
+def _actions_of(program: Program, some: IntArray) -> slice:
+    """The actions of the stage of ``some``."""
+    stage = int(program.stage[some[0]])
+    return slice(program.base[stage], program.base[stage + 1])
+
+
+def _posted(stage: slice, takers: IntArray, total: FloatArray) -> FloatArray:
+    """Bytes of the receives of one channel posted ahead, at every action of the stage that takes its messages.
+
+    The receive of a use is posted when the stage comes to the use ``AHEAD`` before it, that of the first one action ahead::
+
+        takers               .  .  T0 .  .  T1 .  T2
+        posted, AHEAD = 1       0  1  1  1  2  2         the next use at each action, from the one before T0 on
+    """
+    numbers = np.arange(stage.start, stage.stop)
+    begun = np.searchsorted(takers, numbers, side="right")
+    ahead = total[np.minimum(begun + AHEAD, len(takers))] - total[begun]
+    ahead[numbers < takers[0] - 1] = 0.0
     return ahead
 
 
 def _pinned(
-    sends: NDArray[np.bool_], own: Positions, neighbour: Positions, answers_at: IntArray, sizes: FloatArray
+    program: Program, stage: slice, makers: IntArray, takers: IntArray, total: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes of outputs of one direction that may be on their way at each action, and those known to be gone as it starts.
+    """Bytes of outputs of one channel that may be on their way at each action, and those known to be gone as it starts.
 
-    This holds for links of any speed. ``sends`` marks the actions that send; ``answers_at`` is where the neighbour sends what
-    the other actions wait for. The neighbour is known to have what it had read when it sent the last answer that this stage
-    has read.
+    This holds for links of any speed. An output is pinned until its transfer ends, of which the sender hears nothing. But what it
+    reads from the other stage, on any channel, was made by an action there that came after others, which had read messages::
+
+        sender     F0 F1 F2 . B0 . B1         at B0 the receiver is known to have read F0: F1 and F2 are pinned
+        receiver    . F0 . B0 F1 . B1         at B1, F1 too
     """
-    reads = neighbour.is_forward if sends[own.forward_at[0]] else ~neighbour.is_forward
-    read = np.cumsum(reads)[answers_at]
-    known = np.maximum.accumulate(np.where(sends, 0, read[own.chunk]))
-    sent: IntArray = np.cumsum(sends) - sends
-    total = np.concatenate(([0.0], np.cumsum(sizes[own.chunk[sends]])))
-    gone = total[known]
+    numbers = np.arange(stage.start, stage.stop)
+    source = program.source[stage]
+    other = program.stage[takers[0]]
+    answers = (source >= 0) & (program.stage[source] == other)
+    read = np.where(answers, np.searchsorted(takers, source, side="right"), 0)
+    gone = total[np.maximum.accumulate(read)]
+    sent = np.searchsorted(makers, numbers, side="left")
     return total[sent] - gone, np.diff(gone, prepend=0.0)
 
 
 def replica_peaks(replica: ReplicaPlan, cost: CostModel) -> list[int]:
     """Peak bytes of every stage under the replica's action lists and recompute."""
-    table = tabulate(cost, replica.chunks)
-    memories = stage_memories(replica.actions, replica.chunks, table, cost)
-    return [
-        round(float(memory.curve(np.array(row, np.int64)).max())) if row else cost.state_bytes(stage)
-        for stage, (memory, row) in enumerate(zip(memories, replica.recompute, strict=True))
-    ]
+    memories = stage_memories(replica.program, tabulate(cost, replica.chunks), cost)
+    if not replica.chunks:
+        return [cost.state_bytes(memory.stage) for memory in memories]
+    recompute = np.array(replica.recompute, np.int64)
+    return [round(float(memory.curve(memory.of(recompute)).max())) for memory in memories]
 
 
 def check(plan: Plan, cost: CostModel, budget: int) -> list[list[int]]:
@@ -211,6 +288,8 @@ def check(plan: Plan, cost: CostModel, budget: int) -> list[list[int]]:
         raise PlanError(
             f"the plan has stages of {list(plan.stage_layers)} layers, the cost model of {list(cost.stage_layers)}"
         )
+    for replica in plan.replicas:
+        require_same_stages(replica, cost)
     peaks = [replica_peaks(replica, cost) for replica in plan.replicas]
     for index, stages in enumerate(peaks):
         worst = max(range(len(stages)), key=stages.__getitem__)

@@ -48,12 +48,12 @@ class RecomputeProblem:
     """Which layers to recompute so that every window fits.
 
     Attributes:
-        variable: (stages, chunks) the variable of each.
-        upper: largest value of a variable: layers of the largest stage. A stage of fewer layers recomputes the same
+        variable: (parts, chunks) the variable of each.
+        upper: largest value of a variable: layers of the largest part. A part of fewer layers recomputes the same
             fraction of them, rounded up.
         weight: (variables,) cost of one unit.
         rows: the windows, in units of a variable.
-        stage_layers: layers of every stage.
+        stage_layers: layers of every part.
     """
 
     variable: IntArray
@@ -70,7 +70,7 @@ class RecomputeProblem:
         return float(self.weight @ values)
 
     def layers(self, values: IntArray) -> IntArray:
-        """(stages, chunks) recomputed layers."""
+        """(parts, chunks) recomputed layers."""
         per_stage = np.array(self.stage_layers, np.int64)[:, None]
         shared = values[self.variable]
         return -(-shared * per_stage // self.upper) if self.upper else np.zeros_like(shared)
@@ -85,67 +85,82 @@ def recompute_problem(
 ) -> RecomputeProblem:
     """State the problem of fitting a replica's stages into ``budget`` bytes.
 
-    The objective is the sum of the variables (Eq. 16). Without ``share_diagonals`` every chunk of every stage has its own.
+    The objective is the sum of the variables (Eq. 16). Without ``share_diagonals`` every chunk of every part has its own.
     """
-    stages, chunks = table.num_stages, table.num_chunks
-    rank = np.argsort(np.argsort(memories[0].positions.backward_at))
+    parts, chunks = table.num_parts, table.num_chunks
     if share_diagonals:
-        variable = rank[None, :] + (stages - 1 - np.arange(stages))[:, None]
+        backward_at = memories[table.placement.stage_of[0]].last[:chunks]
+        rank = np.argsort(np.argsort(backward_at))
+        variable = rank[None, :] + (parts - 1 - np.arange(parts))[:, None]
     else:
-        variable = np.arange(stages * chunks).reshape(stages, chunks)
+        variable = np.arange(parts * chunks).reshape(parts, chunks)
     upper = max(table.stage_layers)
-    fraction = np.array(table.stage_layers, np.float64)[:, None] / max(upper, 1)
     count = int(variable.max()) + 1
-    parts = [
-        _windows(memory, variable[stage], memory.saving * fraction[stage], budget)
-        for stage, memory in enumerate(memories)
-    ]
-    lengths = np.concatenate([part[0] for part in parts])
-    rows = Rows(
-        indptr=np.concatenate(([0], np.cumsum(lengths))),
-        columns=np.concatenate([part[1] for part in parts]),
-        values=np.concatenate([part[2] for part in parts]),
-        demand=np.concatenate([part[3] for part in parts]),
+    rows = [_windows(memory, memory.of(variable), memory.saving * (memory.layers / max(upper, 1)), budget) for memory in memories]
+    lengths = np.concatenate([part[0] for part in rows])
+    return RecomputeProblem(
+        variable,
+        upper,
+        np.ones(count),
+        Rows(
+            indptr=np.concatenate(([0], np.cumsum(lengths))),
+            columns=np.concatenate([part[1] for part in rows]),
+            values=np.concatenate([part[2] for part in rows]),
+            demand=np.concatenate([part[3] for part in rows]),
+        ),
+        table.stage_layers,
     )
-    return RecomputeProblem(variable, upper, np.ones(count), rows, table.stage_layers)
 
 
 def _windows(
     memory: StageMemory, variable: IntArray, saving: FloatArray, budget: float
 ) -> tuple[IntArray, IntArray, FloatArray, FloatArray]:
     """Row lengths, columns, values and demands of one stage's windows that demand anything and are not implied by others."""
-    positions = memory.positions
     kept = np.flatnonzero((memory.kept > budget) & ~_implied(memory))
     full = np.flatnonzero(memory.full > budget)
     if not len(kept) and not len(full):
         return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
-    order = np.argsort(positions.forward_at)
+    order = np.argsort(memory.first)
     actions = np.concatenate((kept, full))
-    forwarded = np.searchsorted(positions.forward_at[order], actions, side="right")
+    begun = np.searchsorted(memory.first[order], actions, side="right")
     lengths, columns = np.zeros(len(actions), np.int64), []
-    for row, (action, reached) in enumerate(zip(actions.tolist(), forwarded.tolist(), strict=True)):
+    for row, (action, reached) in enumerate(zip(actions.tolist(), begun.tolist(), strict=True)):
         live = order[:reached]
-        live = live[positions.backward_at[live] >= action]
+        live = live[memory.last[live] >= action]
         if row >= len(kept):
-            live = live[live != positions.chunk[action]]
+            live = live[live != memory.own[action]]
         lengths[row] = len(live)
         columns.append(live)
-    chunks = np.concatenate(columns)
+    held = np.concatenate(columns)
     demand = np.concatenate((memory.kept[kept], memory.full[full])) - (budget - 1)
-    return lengths, variable[chunks], saving[chunks], demand
+    return lengths, variable[held], saving[held], demand
 
 
 def _implied(memory: StageMemory) -> NDArray[np.bool_]:
-    """Actions whose window holds whenever a neighbouring action's does."""
-    positions, kept = memory.positions, memory.kept
-    forward = positions.is_forward
-    most_freed = memory.saving[positions.chunk] * memory.layers
+    """Actions whose window holds whenever a neighbouring action's does, so that it need not be stated.
+
+    Let ``live(i)`` be what can be freed at action ``i``; its window demands that ``freed(live(i)) >= kept[i] - budget``. From one
+    action to the next, ``live`` gains what the next acquires and loses what this one releases::
+
+        action        i: releases r          i + 1: acquires a
+        live          L + r                  L + a               (each of r and a may be missing)
+
+    If ``i + 1`` holds then ``freed(L) >= kept[i+1] - budget - most(a)``, so ``i`` holds too where that is at least ``kept[i] -
+    budget``: the first rule. If ``i`` holds then ``freed(L) >= kept[i] - budget - most(r)``: the second. With neither ``r`` nor
+    ``a`` both windows free the same, and the one that demands less goes; at equal demands just the second does, or each would be
+    left out for the other's sake. With ``a`` and ``r`` a pair can imply each other only if nothing can be freed by either, in which
+    case no plan fits, and :meth:`StageMemory.least` has said so before.
+    """
+    kept, most = memory.kept, memory.saving * memory.layers
+    acquires, releases = np.zeros((2, len(kept)), np.bool_)
+    acquires[memory.first], releases[memory.last] = True, True
+    own = most[memory.own]
     implied = np.zeros(len(kept), np.bool_)
-    implied[:-1] |= forward[1:] & (kept[1:] - most_freed[1:] >= kept[:-1])
-    implied[1:] |= ~forward[:-1] & (kept[1:] <= kept[:-1] - most_freed[:-1])
-    turn = forward[:-1] & ~forward[1:]
-    implied[:-1] |= turn & (kept[:-1] < kept[1:])
-    implied[1:] |= turn & (kept[1:] <= kept[:-1])
+    implied[:-1] |= acquires[1:] & (kept[1:] - own[1:] >= kept[:-1])
+    implied[1:] |= releases[:-1] & (kept[1:] <= kept[:-1] - own[:-1])
+    same = ~releases[:-1] & ~acquires[1:]
+    implied[:-1] |= same & (kept[:-1] < kept[1:])
+    implied[1:] |= same & (kept[1:] <= kept[:-1])
     return implied
 
 

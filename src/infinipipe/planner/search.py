@@ -84,6 +84,11 @@ class Replica:
         return dataclasses.replace(self, limits=limits, best=None, _nearest=None)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether a stage has several parts of the model."""
+        return self.cost.placement.num_parts > self.cost.placement.num_stages
+
+    @property
     def longest(self) -> int:
         return max(self.lengths[i] for i in self.sequences)
 
@@ -127,10 +132,14 @@ class Replica:
     def draft(
         self, pipelines: Sequence[Sequence[Chunk]], schedule: str | None = None, warmup: tuple[int, ...] | None = None
     ) -> Draft:
-        """Pipelines of chunks under the settings' schedule; if that is ``auto``, under the given one, or 1F1B."""
+        """Pipelines of chunks under the settings' schedule; if that is ``auto``, under the given one, or 1F1B.
+
+        1F1B over several parts on each stage is ``interleaved``.
+        """
         if self.settings.schedule != "auto":
             schedule, warmup = self.settings.schedule, None
-        return Draft(tuple(map(tuple, pipelines)), self.cost, schedule or "1f1b", warmup)
+        default = "interleaved" if self.has_parts else "1f1b"
+        return Draft(tuple(map(tuple, pipelines)), self.cost, schedule or default, warmup)
 
     def consider(self, draft: Draft, *, share_diagonals: bool = True) -> Found | None:
         """Fit the draft into the budget and keep it if it is the fastest so far; ``None`` if it does not fit."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from infinipipe.cost import CostModel
-from infinipipe.plan import Plan, PlanError, ReplicaPlan
+from infinipipe.plan import Plan, PlanError, ReplicaPlan, build_replica
 from infinipipe.planner.baselines import (
     plan_chunkflow,
     plan_fixed_chunk,
@@ -100,7 +100,7 @@ def _plan_part(
     """One replica's plan, seconds and solver gap, or why nothing fits, naming the replica."""
     index, lengths, part, cost, settings = job
     if not part:
-        return _idle(len(cost.stage_layers)), 0.0, None
+        return build_replica([], cost.placement, schedule="interleaved"), 0.0, None
     try:
         found = plan_replica(lengths, part, cost, settings)
     except BudgetError as error:
@@ -108,6 +108,3 @@ def _plan_part(
         return BudgetError(error.required, error.budget, error.stage, error.advice, where)
     return found.replica, found.seconds, None if found.solution is None else found.solution.gap
 
-
-def _idle(num_stages: int) -> ReplicaPlan:
-    return ReplicaPlan((), ((),) * num_stages, ((),) * num_stages)

@@ -10,6 +10,8 @@ from infinipipe.settings import SettingError, require_range
 
 SHORTEST = 16
 """Tokens of the shortest packed sequence."""
+SPLIT = 2
+"""Every so many plans, one has its backwards in two halves."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Design:
         else:
             chunks = (*(Chunk((piece,)) for piece in pieces), Chunk(shorts))
         rows = [[layers if (index + chunk) % 3 == 0 else 0 for chunk in range(len(chunks))] for layers in stage_layers]
-        replica = build_replica([Pipeline(chunks)], len(stage_layers), recompute=rows)
+        schedule = "zero-bubble" if index % SPLIT == 0 else "1f1b"
+        replica = build_replica([Pipeline(chunks)], len(stage_layers), schedule=schedule, recompute=rows)
         plan = Plan(tuple(stage_layers), lengths, (replica,))
         plan.validate()
         return plan

@@ -11,7 +11,7 @@ import numpy as np
 
 from infinipipe.cost import Link, PassTime
 from infinipipe.cost.work import Work, chunk_work, mean_work
-from infinipipe.plan import ActionKind, Chunk
+from infinipipe.plan import Chunk
 from infinipipe.profile.regression import Floats, robust_fit, robust_loss
 
 BIAS = 0.05
@@ -28,10 +28,11 @@ WORTH, LEAST_GAIN = 0.97, 1e-3
 class Sample:
     """One measured action: ``layers`` of the stage, the first ``recomputed`` of them computed again, and its seconds.
 
+    ``column`` is that of the cost table which it is a sample of.
     ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one. ``shards`` devices share its tokens.
     """
 
-    kind: ActionKind
+    column: str
     chunk: Chunk
     layers: int
     recomputed: int
@@ -108,20 +109,20 @@ _PER_STAGE: dict[str, Callable[[_Data], Floats]] = {
     "embedding_chunk": lambda data: data.is_first,
 }
 _ENDS = {
-    ActionKind.FORWARD: ("head_token", "head_chunk", "embedding_token"),
-    ActionKind.BACKWARD: ("embedding_token", "embedding_chunk", "head_token"),
+    "forward": ("head_token", "head_chunk", "embedding_token"),
+    "backward": ("embedding_token", "embedding_chunk", "head_token"),
 }
 """What a pass does at the first and the last stage: head and loss compute their gradient in the forward, and the gradient of the
 embedding is added up in the backward. The last of each is fitted only where the measured layouts tell it from the rest; else it
 is 0."""
 
 
-def _matrix(data: _Data, knot: float, kind: ActionKind) -> Floats:
-    """The column of every coefficient; zeros for those that the pass has not."""
+def _matrix(data: _Data, knot: float, pass_: str) -> Floats:
+    """The column of every coefficient; zeros for those that the pass does not have."""
     columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
     for name, end in _PER_STAGE.items():
-        columns.append(end(data) if name in ("stage", *_ENDS[kind]) else np.zeros_like(data.layers))
-    if kind is ActionKind.BACKWARD:
+        columns.append(end(data) if name in ("stage", *_ENDS[pass_]) else np.zeros_like(data.layers))
+    if pass_ == "backward":
         columns += [column(data.again, knot) * data.recomputed for column in _PER_LAYER.values()]
     return np.stack(columns, axis=1)
 
@@ -151,46 +152,60 @@ class PassFit:
     held_out: Quality
 
 
-def fit_pass(samples: Sequence[Sample], held_out: Sequence[Sample], kind: ActionKind) -> PassFit:
-    """Fit the pass of that kind to its samples; errors on ``held_out`` are of a fit without them, the coefficients of a fit with them.
+def fit_pass(samples: Sequence[Sample], held_out: Sequence[Sample], pass_: str) -> PassFit:
+    """Fit a whole pass, ``forward`` or ``backward``, to its samples.
 
-    Raises ``ValueError`` if there are fewer samples than coefficients.
+    Errors on ``held_out`` are of a fit without them, the coefficients of a fit with them. Raises ``ValueError`` if there are fewer
+    samples than coefficients.
     """
-    samples = [sample for sample in samples if sample.kind is kind]
-    held_out = [sample for sample in held_out if sample.kind is kind]
-    coefficients, knot = _solve(_Data.of(samples), kind)
-    held = _quality(held_out, _predict(_Data.of(held_out), coefficients, knot, kind))
+    samples = [sample for sample in samples if sample.column == pass_]
+    held_out = [sample for sample in held_out if sample.column == pass_]
+    coefficients, knot = _solve(_Data.of(samples), pass_)
+    held = _quality(held_out, _predict(_Data.of(held_out), coefficients, knot, pass_))
     everything = [*samples, *held_out]
     data = _Data.of(everything)
-    coefficients, knot = _solve(data, kind)
-    quality = _quality(everything, _predict(data, coefficients, knot, kind))
+    coefficients, knot = _solve(data, pass_)
+    quality = _quality(everything, _predict(data, coefficients, knot, pass_))
     names = [*_PER_LAYER, *_PER_STAGE]
     again = coefficients[len(names) :]
     return PassFit(
         time=_pass_time(names, coefficients[: len(names)], knot),
-        recompute=_pass_time(_PER_LAYER, again, knot) if kind is ActionKind.BACKWARD else None,
+        recompute=_pass_time(_PER_LAYER, again, knot) if pass_ == "backward" else None,
         quality=quality,
         held_out=held,
     )
 
 
-def _predict(data: _Data, coefficients: Floats, knot: float, kind: ActionKind) -> Floats:
+def fit_weight(samples: Sequence[Sample]) -> tuple[PassTime, Quality] | None:
+    """Fit the second half of a backward, which takes time for tokens, for each layer and for each stage; ``None`` if unmeasured."""
+    samples = [sample for sample in samples if sample.column == "backward_weight"]
+    if not samples:
+        return None
+    data = _Data.of(samples)
+    matrix = np.stack([data.work.tokens * data.layers, data.layers, np.ones_like(data.layers)], axis=1)
+    coefficients = robust_fit(matrix, data.seconds)
+    token, chunk, stage = map(float, coefficients)
+    quality = _quality(samples, matrix @ coefficients / data.seconds)
+    return PassTime(pair=0.0, token=token, chunk=chunk, stage=stage), quality
+
+
+def _predict(data: _Data, coefficients: Floats, knot: float, pass_: str) -> Floats:
     """Predicted over measured seconds."""
-    result: Floats = _matrix(data, knot, kind) @ coefficients / data.seconds
+    result: Floats = _matrix(data, knot, pass_) @ coefficients / data.seconds
     return result
 
 
-def _solve(data: _Data, kind: ActionKind) -> tuple[Floats, float]:
+def _solve(data: _Data, pass_: str) -> tuple[Floats, float]:
     """Coefficients, and the knot that serves best: 0, none, unless another is clearly better."""
     best: tuple[float, Floats, float] | None = None
-    apart, last_end = _tells_ends_apart(data), [*_PER_LAYER, *_PER_STAGE].index(_ENDS[kind][-1])
+    apart, last_end = _tells_ends_apart(data), [*_PER_LAYER, *_PER_STAGE].index(_ENDS[pass_][-1])
     for knot in (0.0, *_knots(data.work.tokens)):
-        matrix = _matrix(data, knot, kind)
+        matrix = _matrix(data, knot, pass_)
         if not apart:
             matrix[:, last_end] = 0.0
         if len(data.seconds) < matrix.shape[1]:
             raise ValueError(
-                f"{len(data.seconds)} measured {kind.name.lower()}s are too few for {matrix.shape[1]} coefficients; measure more plans"
+                f"{len(data.seconds)} measured {pass_}s are too few for {matrix.shape[1]} coefficients; measure more plans"
             )
         coefficients = robust_fit(matrix, data.seconds)
         loss = robust_loss(matrix, data.seconds, coefficients)

@@ -18,9 +18,9 @@ import torch
 
 from infinipipe.cost import AnalyticCost, ModelShape, flop_cost, state_bytes
 from infinipipe.files import write_beside
-from infinipipe.plan import ActionKind, Plan
+from infinipipe.plan import Placement, Plan
 from infinipipe.profile.design import Design
-from infinipipe.profile.fit import PassFit, Sample, fit_link, fit_pass
+from infinipipe.profile.fit import PassFit, Quality, Sample, fit_link, fit_pass, fit_weight
 from infinipipe.profile.memory import MemoryRatios, memory_ratios
 from infinipipe.profile.samples import plan_samples
 from infinipipe.profile.timing import Run, rounds, undisturbed
@@ -178,22 +178,31 @@ class Profile:
         cost: the cost model over the requested stages.
         forward, backward: fits of the two passes.
         memory: measured bytes over the formula's.
+        weight: of the fit of a backward's second half, if that was measured.
     """
 
     cost: AnalyticCost
     forward: PassFit
     backward: PassFit
     memory: MemoryRatios
+    weight: Quality | None = None
 
 
-def fit_profile(setup: Setup, measured: Measured, stage_layers: Sequence[int]) -> Profile:
-    """Fit a cost model over ``stage_layers`` to what was measured on ``setup``'s stages. Raises ``ValueError``."""
+def fit_profile(
+    setup: Setup, measured: Measured, stage_layers: Sequence[int], placement: Placement | None = None
+) -> Profile:
+    """Fit a cost model over ``stage_layers``, those of the parts of ``placement``, to what was measured on ``setup``'s stages.
+
+    Raises ``ValueError``.
+    """
     windows = {each.stage_layers: formula(each, each.stage_layers).layer_windows for each in setups(setup)}
     samples = [plan_samples(plan, runs, windows[plan.stage_layers]) for plan, runs in measured.timed]
     metered = [(plan, run) for plan, run in measured.metered if plan.stage_layers == setup.stage_layers]
     as_measured = dataclasses.replace(setup, sequence_parallel=setup.shards)
     ratios = memory_ratios(metered, formula(as_measured, setup.stage_layers))
-    profile = fit_samples(setup, stage_layers, samples, ratios, measured.messages, measured.exchanges)
+    profile = fit_samples(
+        setup, stage_layers, samples, ratios, measured.messages, measured.exchanges, placement=placement
+    )
     whole = formula(dataclasses.replace(setup, sequence_parallel=1), setup.stage_layers)
     optimizer = statistics.median(
         seconds / size for seconds, size in zip(measured.optimizer, whole.states, strict=True)
@@ -208,13 +217,15 @@ def fit_samples(
     ratios: MemoryRatios,
     message_seconds: Sequence[float],
     exchange_seconds: Sequence[float] = (),
+    *,
+    placement: Placement | None = None,
 ) -> Profile:
     """Fit a cost model to the ``samples`` of every plan, judged by every fifth plan.
 
     ``message_seconds`` are those of ``MESSAGE_TOKENS``, empty if there is one device; ``exchange_seconds`` those of
     ``EXCHANGE_BYTES``, empty if the samples have the all-to-alls that are needed. Raises ``ValueError``.
     """
-    base = formula(setup, stage_layers)
+    base = formula(setup, stage_layers, placement)
     base = dataclasses.replace(
         base,
         message=fit_link(
@@ -224,20 +235,22 @@ def fit_samples(
     )
     kept = [sample for p, part in enumerate(samples) if p % HELD_OUT for sample in part]
     held_out = [sample for part in samples[::HELD_OUT] for sample in part]
-    forward, backward = (fit_pass(kept, held_out, kind) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    forward, backward = (fit_pass(kept, held_out, pass_) for pass_ in ("forward", "backward"))
+    weight = fit_weight([*kept, *held_out])
     cost = dataclasses.replace(
         base,
         forward=forward.time,
         backward=backward.time,
+        backward_weight=None if weight is None else weight[0],
         recompute=backward.recompute,
         memory=ratios.corrected(base.memory),
         name=f"{setup.config.model_type} on {setup.device}",
         source=_source(setup, forward, backward),
     )
-    return Profile(cost, forward, backward, ratios)
+    return Profile(cost, forward, backward, ratios, None if weight is None else weight[1])
 
 
-def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
+def formula(setup: Setup, stage_layers: Sequence[int], placement: Placement | None = None) -> AnalyticCost:
     """The cost model of the model's shape over ``stage_layers``, with AdamW's states."""
     dtype: torch.dtype = getattr(torch, setup.dtype)
     shape = dataclasses.replace(ModelShape.from_config(setup.config.to_dict()), layers=sum(stage_layers))
@@ -248,9 +261,10 @@ def formula(setup: Setup, stage_layers: Sequence[int]) -> AnalyticCost:
         element_bytes=dtype.itemsize,
         sequence_parallel=setup.sequence_parallel,
         states=state_bytes(
-            shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies, shards=setup.sequence_parallel
+            shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES + copies, shards=setup.sequence_parallel
         ),
         block_tokens=setup.loss_block_tokens,
+        placement=placement,
     )
 
 
@@ -276,6 +290,11 @@ def quality_lines(profile: Profile) -> Iterator[str]:
             )
         for warning in fit.quality.warnings:
             yield f"warning: the form does not fit {name}s of {warning}"
+    if profile.weight is not None:
+        yield (
+            f"second half of backward, {profile.weight.points} actions: error {profile.weight.error_p50:.1%} at the median, "
+            f"{profile.weight.error_p90:.1%} at the 90th percentile"
+        )
     memory = ", ".join(f"{name} {value:.3f}" for name, value in asdict(profile.memory).items() if value == value)
     yield f"bytes measured over the formula's: {memory}"
     if profile.cost.num_stages > 1 and not profile.cost.message.seconds_per_byte:

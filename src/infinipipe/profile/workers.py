@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from infinipipe.model import build_stage
-from infinipipe.plan import Direction, Plan
+from infinipipe.plan import Channel, Direction, Plan
 from infinipipe.profile.timing import Run
 from infinipipe.runtime import (
     AllocatorMeter,
@@ -99,8 +99,10 @@ class _Bench:
         )
         self.parameters = Parameters(self.stage)
         self.transport = mesh.transport()
+        self.place = mesh.stage
         self.executor = Executor(
             self.stage,
+            mesh.stage,
             self.transport,
             self.parameters,
             loss_block_tokens=setup.loss_block_tokens,
@@ -162,7 +164,8 @@ def metered_run(pool: WorkerPool, setup: Setup, plan: Plan) -> Run:
 def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: int) -> list[float]:
     """Median seconds of one transfer of so many tokens between the first two stages: half of there and back."""
     bench = _bench(rank, setup)
-    place, medians = bench.stage.index, []
+    place, medians = bench.place, []
+    there, back = (Channel(0, direction) for direction in Direction)
     for count in num_tokens:
         seconds = []
         shape = (count, bench.stage.hidden_size)
@@ -170,14 +173,14 @@ def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: i
         dist.barrier()
         for _ in range(repeats if place < 2 else 0):
             incoming = bench.transport.receive(
-                Direction.BACKWARD if place == 0 else Direction.FORWARD, shape, bench.stage.dtype, bench.device
+                back if place == 0 else there, shape, bench.stage.dtype, bench.device
             )
             start = time.monotonic()
             if place == 0:
-                bench.transport.send(Direction.FORWARD, message)
+                bench.transport.send(there, message)
             incoming.wait()
             if place == 1:
-                bench.transport.send(Direction.BACKWARD, message)
+                bench.transport.send(back, message)
             bench.synchronize()
             seconds.append((time.monotonic() - start) / 2)
             bench.transport.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from infinipipe.cost import CostModel, tabulate
+from infinipipe.cost.table import Columns
 from infinipipe.cost.work import FloatArray
 from infinipipe.model import IGNORE
-from infinipipe.plan import PlanError, ReplicaPlan
+from infinipipe.plan import Placement, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
 from infinipipe.rehearse.transport import MessageSeconds, ModelledTransport
-from infinipipe.runtime import Batch, Event, Executor, Parameters, ProcessGroupTransport, Recorder, pair_groups
-from infinipipe.runtime.transport import PairGroups
+from infinipipe.runtime import Batch, Event, Executor, ProcessGroupTransport, Recorder, channel_groups
+from infinipipe.runtime.transport import ChannelGroups
 from infinipipe.settings import SettingError, require_above
-from infinipipe.simulate import Engine
+from infinipipe.simulate import Engine, require_same_stages
 from infinipipe.timeline import Timeline, measured_timeline
 from infinipipe.verify.pool import WorkerPool
 
@@ -64,69 +65,72 @@ def rehearse(
     num_stages = replica.num_stages
     if num_stages > MAX_STAGES:
         raise SettingError(f"the plan has {num_stages} stages; a rehearsal runs at most {MAX_STAGES} on one machine")
-    if len(cost.stage_layers) != num_stages:
-        raise PlanError(
-            f"the plan has {num_stages} stages, but the cost model describes {len(cost.stage_layers)}; "
-            "use a cost model of the same stages"
-        )
+    require_same_stages(replica, cost)
     table = tabulate(cost, replica.chunks)
-    backward = table.backward + table.recompute_seconds(replica.recompute)
-    forward, backward = table.forward / speed, backward / speed
     message = table.message / speed
-    modelled = Engine(replica).makespan(forward, backward, message)
+    seconds = Columns(lambda column: table.seconds[column] / speed)
+    recompute = table.recompute_seconds(replica.recompute) / speed
+    engine = Engine(replica)
+    modelled = engine.makespan(seconds, message, recompute)
+    shortest = min(engine.durations(seconds, recompute), default=math.inf)
+    waits = _waits(replica, seconds, recompute)
+    messages = dict(zip((chunk.num_tokens for chunk in replica.chunks), message.tolist(), strict=True))
     if pool is None:
         with WorkerPool(num_stages, timeout=SHORTEST_TIMEOUT + 2 * modelled) as own:
-            return _rehearse(replica, lengths, (forward, backward, message), modelled, own)
-    return _rehearse(replica, lengths, (forward, backward, message), modelled, pool)
+            bare, waited = _rehearse(replica, lengths, waits, messages, own)
+    else:
+        bare, waited = _rehearse(replica, lengths, waits, messages, pool)
+    return Rehearsal(waited, modelled, bare.makespan, shortest)
+
+
+def _waits(replica: ReplicaPlan, seconds: Mapping[str, FloatArray], recompute: FloatArray) -> Waits:
+    """What every chunk waits for at every part, by the columns of the actions that the plan has."""
+    used = {action.kind.row.cost: action.kind.row for actions in replica.actions for action in actions}
+    tables = {column: seconds[column] + (recompute if row.recomputes else 0.0) for column, row in used.items()}
+    return {
+        (part, chunk): {column: float(table[part, number]) for column, table in tables.items()}
+        for part in range(replica.num_parts)
+        for number, chunk in enumerate(replica.chunks)
+    }
 
 
 def _rehearse(
-    replica: ReplicaPlan,
-    lengths: Sequence[int],
-    times: tuple[FloatArray, FloatArray, FloatArray],
-    modelled: float,
-    pool: WorkerPool,
-) -> Rehearsal:
-    forward, backward, message = times
-    sizes = [chunk.num_tokens for chunk in replica.chunks]
-    waits: list[Waits] = [
-        dict(zip(replica.chunks, zip(f.tolist(), b.tolist(), strict=True), strict=True))
-        for f, b in zip(forward, backward, strict=True)
-    ]
-    pool.run(_connect, replica.num_stages)
+    replica: ReplicaPlan, lengths: Sequence[int], waits: Waits, messages: MessageSeconds, pool: WorkerPool
+) -> tuple[Timeline, Timeline]:
+    """The step without and with waiting."""
+    pool.run(_connect, replica.num_stages, replica.placement)
     ranks = range(replica.num_stages)
-    everything = waits, dict(zip(sizes, message.tolist(), strict=True))
-    nothing: tuple[list[Waits], MessageSeconds] = [{}] * replica.num_stages, {}
+    nothing: tuple[Waits, MessageSeconds] = {}, {}
     bare, waited = (
         measured_timeline(
             replica, pool.run(_run_stage, replica, tuple(lengths), *waiting, ranks=ranks), name="rehearsed"
         )
-        for waiting in (nothing, everything)
+        for waiting in (nothing, (waits, messages))
     )
-    shortest = min(float(forward.min(initial=math.inf)), float(backward.min(initial=math.inf)))
-    return Rehearsal(waited, modelled, bare.makespan, shortest)
+    return bare, waited
 
 
 @lru_cache(maxsize=4)
-def _groups(num_stages: int) -> tuple[PairGroups, dist.ProcessGroup]:
+def _groups(num_stages: int, placement: Placement) -> tuple[ChannelGroups, dist.ProcessGroup]:
     """A worker's communicators, and the group of all stages; a collective of all workers."""
     ranks = range(num_stages)
-    return pair_groups([ranks]), dist.new_group(list(ranks))
+    return channel_groups([ranks], placement), dist.new_group(list(ranks))
 
 
-def _connect(rank: int, num_stages: int) -> None:
+def _connect(rank: int, num_stages: int, placement: Placement) -> None:
     """A worker's part in making the communicators."""
-    _groups(num_stages)
+    _groups(num_stages, placement)
 
 
 def _run_stage(
-    rank: int, replica: ReplicaPlan, lengths: tuple[int, ...], waits: Sequence[Waits], messages: MessageSeconds
+    rank: int, replica: ReplicaPlan, lengths: tuple[int, ...], waits: Waits, messages: MessageSeconds
 ) -> list[Event]:
     """A worker's part: run the step as stage ``rank``, with all stages starting at once."""
-    stage = WaitingStage(rank, replica.num_stages, waits[rank])
-    pairs, everyone = _groups(replica.num_stages)
-    transport = ModelledTransport(ProcessGroupTransport(range(replica.num_stages), pairs), messages)
-    executor = Executor(stage, transport, Parameters(stage))
+    placement = replica.placement
+    stage = WaitingStage(placement.parts[rank], placement.num_parts, waits)
+    channels, everyone = _groups(replica.num_stages, placement)
+    transport = ModelledTransport(ProcessGroupTransport(range(replica.num_stages), channels, placement), messages)
+    executor = Executor(stage, rank, transport, stage.weights)
     zero, unsupervised = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)
     batch = Batch([zero.expand(length) for length in lengths], [unsupervised.expand(length) for length in lengths])
     dist.barrier(group=everyone)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from infinipipe.plan import Direction
+from infinipipe.plan import Channel
 from infinipipe.runtime.transport import Incoming, Transport
 
 MessageSeconds = Mapping[int, float]
@@ -18,33 +19,33 @@ MessageSeconds = Mapping[int, float]
 class ModelledTransport:
     """A transport whose messages arrive no sooner than over modelled links.
 
-    As in :class:`infinipipe.simulate.Engine`, a transfer starts when its send and its receive are both posted, one at a time in
-    each direction of a link. The sender's clock, which processes of one machine share, travels as the first number of a
+    As in :class:`infinipipe.simulate.Engine`, a transfer starts when its send and its receive are both posted, one at a time on
+    each channel. The sender's clock, which processes of one machine share, travels as the first number of a
     float64 message.
     """
 
     def __init__(self, transport: Transport, seconds: MessageSeconds) -> None:
         self._transport = transport
         self._seconds = seconds
-        self._links = {direction: _Link() for direction in Direction}
+        self._links: dict[Channel, _Link] = defaultdict(_Link)
 
     def receive(
-        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Incoming:
-        incoming = self._transport.receive(direction, shape, dtype, device)
-        return _Modelled(incoming, self._links[direction], self._seconds.get(shape[0], 0.0))
+        incoming = self._transport.receive(channel, shape, dtype, device)
+        return _Modelled(incoming, self._links[channel], self._seconds.get(shape[0], 0.0))
 
-    def send(self, direction: Direction, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         stamped = tensor.clone()
         stamped.view(-1)[0] = time.monotonic()
-        self._transport.send(direction, stamped)
+        self._transport.send(channel, stamped)
 
     def finish(self) -> None:
         self._transport.finish()
 
 
 class _Link:
-    """One direction of a link, as its receiver sees it: when the last message came."""
+    """One channel, as its receiver sees it: when the last message came."""
 
     def __init__(self) -> None:
         self.free = 0.0

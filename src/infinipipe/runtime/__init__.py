@@ -2,14 +2,14 @@
 
 from infinipipe.runtime.batch import Batch
 from infinipipe.runtime.executor import Executor, StepResult
-from infinipipe.runtime.gradients import clip_gradients, gradient_norm, sync_tied_gradients
+from infinipipe.runtime.gradients import clip_gradients, gradient_norm, sync_shared_gradients
 from infinipipe.runtime.local import step_locally
 from infinipipe.runtime.memory import MemoryMeter
 from infinipipe.runtime.mesh import Layout, Mesh
 from infinipipe.runtime.parameters import Parameters
 from infinipipe.runtime.recorder import AllocatorMeter, Event, Recorder
 from infinipipe.runtime.sharding import GatherPolicy, ShardedParameters
-from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, connect, pair_groups
+from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, channel_groups, connect
 
 __all__ = [
     "AllocatorMeter",
@@ -27,10 +27,10 @@ __all__ = [
     "ShardedParameters",
     "StepResult",
     "Transport",
+    "channel_groups",
     "clip_gradients",
     "connect",
     "gradient_norm",
-    "pair_groups",
     "step_locally",
-    "sync_tied_gradients",
+    "sync_shared_gradients",
 ]

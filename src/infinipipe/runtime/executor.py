@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -12,46 +12,41 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from infinipipe.model import IGNORE, ChunkContext, KVStore, LossTarget, SequenceShard
-from infinipipe.plan import (
-    ActionKind,
-    Chunk,
-    Compute,
-    Direction,
-    Pipeline,
-    Receive,
-    ReplicaPlan,
-    Send,
-    Slice,
-    build_replica,
-    operations,
-)
+from infinipipe.model import IGNORE, ChunkContext, KVStore, LossTarget, Product, SequenceShard, settle
+from infinipipe.plan import ActionKind, Channel, Chunk, Compute, Direction, Receive, ReplicaPlan, Send
+from infinipipe.plan.kinds import ACTIVATIONS, KEYS_VALUES, WEIGHT_OPERANDS
 from infinipipe.runtime.batch import Batch
 from infinipipe.runtime.parameters import Parameters
-from infinipipe.runtime.recorder import Recorder
+from infinipipe.runtime.recorder import Records
 from infinipipe.runtime.transport import Incoming, Transport
 
 
 class ComputesStage(Protocol):
     """What the executor needs of a stage, :class:`infinipipe.model.Stage` or a stand-in."""
 
-    index: int
+    parts: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def is_first(self) -> bool: ...
-
-    @property
-    def is_last(self) -> bool: ...
+    def num_parts(self) -> int: ...
 
     @property
     def hidden_size(self) -> int: ...
 
+    def layer_range(self, part: int) -> range:
+        """Numbers of a part's layers in the model."""
+        ...
+
     def __call__(
-        self, inputs: Tensor, context: ChunkContext, recompute: int = 0, target: LossTarget | None = None
+        self,
+        inputs: Tensor,
+        context: ChunkContext,
+        part: int,
+        recompute: int = 0,
+        target: LossTarget | None = None,
     ) -> Tensor:
-        """Hidden states of a chunk after this stage, local tokens x hidden size, or, on the last, its loss."""
+        """Hidden states of a chunk after a part, local tokens x hidden size, or, after the last, its loss."""
         ...
 
 
@@ -60,12 +55,120 @@ class StepResult:
     """What a stage's step yields.
 
     Attributes:
-        loss_sum: sum of the losses of this process's tokens; 0 on all stages but the last.
+        loss_sum: sum of the losses of this process's tokens; 0 on all stages but that with the last part.
         not_finite: chunks whose loss is not a finite number.
     """
 
     loss_sum: float = 0.0
     not_finite: list[Chunk] = field(default_factory=list)
+
+
+class _NoRecord:
+    """Records nothing."""
+
+    def asks(self) -> None: ...
+
+    def starts(self) -> None: ...
+
+    def ends(self, action: object) -> None: ...
+
+
+class Executor:
+    """Runs plans on one stage.
+
+    Args:
+        stage: the stage's module.
+        stage_index: which stage of a plan it is.
+        transport: its messages to other stages.
+        parameters: where its gradients accumulate.
+        loss_block_tokens: tokens whose logits exist at once after the last part.
+        shard: this process's share of every chunk under sequence parallelism.
+        announce: told, in words, what the stage does next.
+    """
+
+    def __init__(
+        self,
+        stage: ComputesStage,
+        stage_index: int,
+        transport: Transport,
+        parameters: Parameters,
+        *,
+        loss_block_tokens: int = 1024,
+        shard: SequenceShard | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        if loss_block_tokens < 1:
+            raise ValueError(f"train.loss_block_tokens is {loss_block_tokens}; it must be at least 1")
+        self.stage = stage
+        self.stage_index = stage_index
+        self.parameters = parameters
+        self._transport = transport
+        self._loss_block_tokens = loss_block_tokens
+        self._shard = shard
+        self._say: Callable[[str], None] = announce or (lambda words: None)
+        self._store = KVStore()
+
+    def step(self, replica: ReplicaPlan, batch: Batch, *, recorder: Records | None = None) -> StepResult:
+        """Run all actions of the stage; gradients of the mean token loss add to ``parameters``.
+
+        The mean is over ``batch.num_supervised``, the supervised tokens of the whole global batch. A replica without chunks
+        joins in what its parameters do collectively.
+        """
+        result = StepResult()
+        for incoming in self.iterate(replica, batch, result, recorder=recorder):
+            incoming.wait()
+        return result
+
+    def evaluate(self, replica: ReplicaPlan, batch: Batch) -> StepResult:
+        """Run the forwards of a plan only; yields the same ``loss_sum`` as :meth:`step` and no gradients."""
+        result = StepResult()
+        with torch.no_grad():
+            for incoming in self.iterate(forwards_only(replica), batch, result):
+                incoming.wait()
+        return result
+
+    def iterate(
+        self, replica: ReplicaPlan, batch: Batch, result: StepResult, *, recorder: Records | None = None
+    ) -> Iterator[Incoming]:
+        """Run a plan as a generator that yields each receive that is needed next; it goes on once that one is there."""
+        run, records = _Run(self, replica, batch), recorder or _NoRecord()
+        learning = torch.is_grad_enabled()
+        if learning:
+            self.parameters.begin_step()
+        try:
+            for operation in replica.program.operations(self.stage_index):
+                match operation:
+                    case Receive(channel, chunk, num_tokens):
+                        run.receive(channel, chunk, num_tokens)
+                    case Send(channel, chunk, _):
+                        self._transport.send(channel, run.outputs.pop((channel, chunk)))
+                    case Compute(action):
+                        records.asks()
+                        if (incoming := run.next_message(operation)) is not None:
+                            self._say(f"waiting for the input of {action}")
+                            yield incoming
+                        tokens = replica.chunks[action.chunk].num_tokens
+                        self._say(f"{action}, {action.kind.row.name} of a chunk of {tokens} tokens")
+                        records.starts()
+                        run.compute(operation)
+                        records.ends(action)
+            self._say("waiting for what it sent to arrive")
+            self._transport.finish()
+            run.check_nothing_left()
+        finally:
+            self._store.clear()
+        run.collect(result)
+        if learning:
+            self._say("waiting for the stage's gradients to be reduced")
+            self.parameters.end_step()
+        else:
+            self.parameters.end_forwards()
+
+
+def forwards_only(replica: ReplicaPlan) -> ReplicaPlan:
+    """The plan with its forwards alone, for evaluation."""
+    actions = tuple(tuple(a for a in row if a.kind.row.flow is Direction.FORWARD) for row in replica.actions)
+    return replace(replica, actions=actions)
 
 
 @dataclass(slots=True)
@@ -77,126 +180,14 @@ class _Forwarded:
     inputs: Tensor | None
 
 
-class Executor:
-    """Runs plans on one stage.
-
-    Args:
-        stage: the stage's module.
-        transport: its messages to the neighbours.
-        parameters: where its gradients accumulate.
-        loss_block_tokens: tokens whose logits exist at once on the last stage.
-        shard: this process's share of every chunk under sequence parallelism.
-        announce: told, in words, what the stage does next.
-    """
-
-    def __init__(
-        self,
-        stage: ComputesStage,
-        transport: Transport,
-        parameters: Parameters,
-        *,
-        loss_block_tokens: int = 1024,
-        shard: SequenceShard | None = None,
-        announce: Callable[[str], None] | None = None,
-    ) -> None:
-        if loss_block_tokens < 1:
-            raise ValueError(f"train.loss_block_tokens is {loss_block_tokens}; it must be at least 1")
-        self.stage = stage
-        self.parameters = parameters
-        self._transport = transport
-        self._loss_block_tokens = loss_block_tokens
-        self._shard = shard
-        self._announce = announce
-        self._store = KVStore()
-
-    def step(self, replica: ReplicaPlan, batch: Batch, *, recorder: Recorder | None = None) -> StepResult:
-        """Run forward and backward of all chunks; gradients of the mean token loss add to ``parameters``.
-
-        The mean is over ``batch.num_supervised``, the supervised tokens of the whole global batch. A replica without chunks
-        joins in what its parameters do collectively.
-        """
-        result = StepResult()
-        if not replica.chunks and self.parameters.is_sharded:
-            replica, batch = _idle_step(replica.num_stages)
-        for incoming in self.iterate(replica, batch, result, recorder=recorder):
-            incoming.wait()
-        return result
-
-    def evaluate(self, replica: ReplicaPlan, batch: Batch) -> StepResult:
-        """Run the forwards of a plan only; yields the same ``loss_sum`` as :meth:`step` and no gradients."""
-        result = StepResult()
-        with torch.no_grad():
-            for incoming in self.iterate(forwards_only(replica), batch, result):
-                incoming.wait()
-        self.parameters.end_forwards()
-        return result
-
-    def iterate(
-        self, replica: ReplicaPlan, batch: Batch, result: StepResult, *, recorder: Recorder | None = None
-    ) -> Iterator[Incoming]:
-        """Run a plan as a generator that yields each receive that is needed next; it goes on once that one is there."""
-        run = _Run(self, replica, batch, result)
-        backwards = sum(action.kind == ActionKind.BACKWARD for action in replica.actions[self.stage.index])
-        if backwards:
-            self.parameters.begin_step()
-        try:
-            for operation in operations(replica, self.stage.index):
-                match operation:
-                    case Receive(direction, chunk, num_tokens):
-                        run.receive(direction, chunk, num_tokens)
-                    case Send(direction, chunk, _):
-                        self._transport.send(direction, run.outputs.pop((direction, chunk)))
-                    case Compute(action):
-                        if recorder is not None:
-                            recorder.asks()
-                        if run.awaits(action.kind):
-                            self._say(f"waiting for the input of {action}")
-                            yield run.incoming[run.direction(action.kind)][0][1]
-                        self._say(
-                            f"{action}, {_NAMES[action.kind]} of a chunk of "
-                            f"{replica.chunks[action.chunk].num_tokens} tokens"
-                        )
-                        if recorder is not None:
-                            recorder.starts()
-                        if action.kind == ActionKind.FORWARD:
-                            run.forward(action.chunk)
-                        else:
-                            backwards -= 1
-                            if backwards == 0:
-                                self.parameters.begin_last_backward()
-                            run.backward(action.chunk)
-                        if recorder is not None:
-                            recorder.ends(action)
-            self._say("waiting for what it sent to arrive")
-            self._transport.finish()
-            self._store.check_empty()
-        finally:
-            self._store.clear()
-
-    def _say(self, action: str) -> None:
-        if self._announce is not None:
-            self._announce(action)
-
-
-_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
-
-
-def forwards_only(replica: ReplicaPlan) -> ReplicaPlan:
-    """The plan without its backwards, for evaluation."""
-    actions = tuple(tuple(a for a in row if a.kind == ActionKind.FORWARD) for row in replica.actions)
-    return replace(replica, actions=actions)
-
-
-def _idle_step(num_stages: int) -> tuple[ReplicaPlan, Batch]:
-    """One token without a label: a step that runs everything and yields gradients of zero."""
-    pipeline = Pipeline((Chunk((Slice(0, 0, 1, 1),)),))
-    return build_replica([pipeline], num_stages), Batch.from_tokens([torch.zeros(1, dtype=torch.int64)])
+Place = tuple[int, int]
+"""A part and a chunk."""
 
 
 class _Run:
     """The state of one step on one stage."""
 
-    def __init__(self, executor: Executor, replica: ReplicaPlan, batch: Batch, result: StepResult) -> None:
+    def __init__(self, executor: Executor, replica: ReplicaPlan, batch: Batch) -> None:
         self._stage = executor.stage
         self._store = executor._store
         self._parameters = executor.parameters
@@ -204,54 +195,60 @@ class _Run:
         self._shard = executor._shard
         self._transport = executor._transport
         self._batch = batch
-        self._result = result
         self._chunks: Sequence[Chunk] = replica.chunks
-        self._recompute = replica.recompute[self._stage.index]
-        self._forwarded: dict[int, _Forwarded] = {}
-        self.incoming: dict[Direction, deque[tuple[int, Incoming]]] = {direction: deque() for direction in Direction}
-        self.outputs: dict[tuple[Direction, int], Tensor] = {}
+        self._recompute = replica.recompute
+        self._forwarded: dict[Place, _Forwarded] = {}
+        self._products: dict[Place, list[Product]] = {}
+        self._losses: list[tuple[Chunk, Tensor]] = []
+        self._incoming: dict[Channel, deque[tuple[int, Incoming]]] = defaultdict(deque)
+        self.outputs: dict[tuple[Channel, int], Tensor] = {}
 
-    @staticmethod
-    def direction(kind: ActionKind) -> Direction:
-        return Direction.FORWARD if kind == ActionKind.FORWARD else Direction.BACKWARD
-
-    def awaits(self, kind: ActionKind) -> bool:
-        """Whether an action of that kind needs a message on this stage."""
-        return not (self._stage.is_first if kind == ActionKind.FORWARD else self._stage.is_last)
-
-    def receive(self, direction: Direction, chunk: int, num_tokens: int) -> None:
+    def receive(self, channel: Channel, chunk: int, num_tokens: int) -> None:
+        """Post a receive."""
         rows = num_tokens if self._shard is None else self._shard.num_local(num_tokens)
         shape = (rows, self._stage.hidden_size)
-        incoming = self._transport.receive(direction, shape, self._stage.dtype, self._stage.device)
-        self.incoming[direction].append((chunk, incoming))
+        incoming = self._transport.receive(channel, shape, self._stage.dtype, self._stage.device)
+        self._incoming[channel].append((chunk, incoming))
 
-    def _take(self, direction: Direction, chunk: int) -> Tensor:
-        number, incoming = self.incoming[direction].popleft()
-        assert number == chunk, "messages arrive in the order of the actions"
+    def next_message(self, operation: Compute) -> Incoming | None:
+        """The message that an action needs, if that comes from another stage."""
+        waiting = None if operation.takes is None else self._incoming.get(operation.takes)
+        return waiting[0][1] if waiting else None
+
+    def _take(self, operation: Compute) -> Tensor:
+        """An action's input, as another stage has sent it or another part of this one left it."""
+        assert operation.takes is not None
+        key = operation.takes, operation.action.chunk
+        if key in self.outputs:
+            return self.outputs.pop(key)
+        number, incoming = self._incoming[operation.takes].popleft()
+        assert number == operation.action.chunk, "messages arrive in the order of the actions"
         return incoming.wait()
 
-    def forward(self, number: int) -> None:
+    def compute(self, operation: Compute) -> None:
+        """Do what an action says."""
+        _COMPUTE[operation.action.kind](self, operation)
+
+    def forward(self, operation: Compute) -> None:
+        part, number = operation.part, operation.action.chunk
         chunk, stage = self._chunks[number], self._stage
         learning = torch.is_grad_enabled()
         context = ChunkContext(chunk, self._store, self._shard)
-        if stage.is_first:
+        if operation.takes is None:
             inputs = context.local(self._batch.chunk_tokens(chunk), 0).to(stage.device)
         else:
-            inputs = self._take(Direction.FORWARD, number).requires_grad_(learning)
-        target = self._target(context, learning=learning) if stage.is_last else None
-        output = stage(inputs, context, self._recompute[number] if learning else 0, target)
-        if stage.is_last:
-            loss = float(output.detach())
-            self._result.loss_sum += loss
-            if not math.isfinite(loss):
-                self._result.not_finite.append(chunk)
+            inputs = self._take(operation).requires_grad_(learning)
+        target = self._target(context, learning=learning) if operation.gives is None else None
+        output = stage(inputs, context, part, self._recompute[part][number] if learning else 0, target)
+        if operation.gives is None:
+            self._losses.append((chunk, output.detach()))
         else:
-            self.outputs[Direction.FORWARD, number] = output.detach().view(-1, stage.hidden_size)
+            self.outputs[operation.gives, number] = output.detach().view(-1, stage.hidden_size)
         if learning:
-            leaf = None if stage.is_first else inputs
-            self._forwarded[number] = _Forwarded(get_gradient_edge(output), output.shape, leaf)
+            leaf = None if operation.takes is None else inputs
+            self._forwarded[part, number] = _Forwarded(get_gradient_edge(output), output.shape, leaf)
         elif chunk.partial is not None and chunk.partial.is_tail:
-            self._store.release(chunk.partial.sequence)
+            self._store.release(chunk.partial.sequence, stage.layer_range(part))
 
     def _target(self, context: ChunkContext, *, learning: bool) -> LossTarget:
         labels = context.local(self._batch.chunk_labels(context.chunk), IGNORE)
@@ -260,13 +257,49 @@ class _Run:
             scale=1.0 / max(1, self._batch.num_supervised),
             block_tokens=self._block_tokens,
             gradient_of=self._parameters.gradient_of if learning else None,
-            hand_over=self._parameters.hand_over if learning and self._parameters.is_sharded else None,
         )
 
-    def backward(self, number: int) -> None:
-        forwarded = self._forwarded.pop(number)
-        gradient = None if self._stage.is_last else self._take(Direction.BACKWARD, number).view(forwarded.shape)
+    def backward(self, operation: Compute) -> None:
+        forwarded = self._forwarded.pop((operation.part, operation.action.chunk))
+        gradient = None if operation.takes is None else self._take(operation).view(forwarded.shape)
         torch.autograd.backward(forwarded.root, gradient)
-        if forwarded.inputs is not None:
+        if operation.gives is not None:
+            assert forwarded.inputs is not None
             assert forwarded.inputs.grad is not None
-            self.outputs[Direction.BACKWARD, number] = forwarded.inputs.grad
+            self.outputs[operation.gives, operation.action.chunk] = forwarded.inputs.grad
+
+    def backward_input(self, operation: Compute) -> None:
+        with self._parameters.weight_gradients.putting_off() as products:
+            self.backward(operation)
+        self._products[operation.part, operation.action.chunk] = products
+
+    def backward_weight(self, operation: Compute) -> None:
+        settle(self._products.pop((operation.part, operation.action.chunk)))
+
+    def check_nothing_left(self) -> None:
+        """Raise ``RuntimeError`` if the step leaves behind what its actions should have released."""
+        for resource, places in ((ACTIVATIONS, self._forwarded), (WEIGHT_OPERANDS, self._products)):
+            if places:
+                part, chunk = min(places)
+                raise RuntimeError(f"the {resource.name} of chunk {chunk} at part {part} are left at the end of the step")
+        if sequences := self._store.sequences:
+            raise RuntimeError(f"the {KEYS_VALUES.name} of the sequences {sequences} are left at the end of the step")
+        if self.outputs:
+            raise RuntimeError(f"what part {min(self.outputs)[0].source} has handed over is left at the end of the step")
+
+    def collect(self, result: StepResult) -> None:
+        """Add up the losses. They stay on the device until here, so that no forward waits for it."""
+        for chunk, loss in self._losses:
+            value = float(loss)
+            result.loss_sum += value
+            if not math.isfinite(value):
+                result.not_finite.append(chunk)
+
+
+_COMPUTE: Mapping[ActionKind, Callable[[_Run, Compute], None]] = {
+    ActionKind.FORWARD: _Run.forward,
+    ActionKind.BACKWARD: _Run.backward,
+    ActionKind.BACKWARD_INPUT: _Run.backward_input,
+    ActionKind.BACKWARD_WEIGHT: _Run.backward_weight,
+}
+"""What each kind of action does."""

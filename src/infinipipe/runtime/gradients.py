@@ -1,4 +1,4 @@
-"""What gradients need between the last backward and the optimizer: tied weights summed, the global norm, clipping."""
+"""What gradients need between the last action and the optimizer: shared weights summed, the global norm, clipping."""
 
 from __future__ import annotations
 
@@ -17,31 +17,22 @@ def _gradients(parameters: Parameters) -> dict[str, Tensor]:
     return {name: local(p.grad) for name, p in parameters.named() if p.grad is not None}
 
 
-def _tied_name(stage: Stage, parameters: Parameters) -> str | None:
-    """Name of this stage's copy of a weight that embedding and head share across stages."""
-    tied = stage.tied_parameter
-    return None if tied is None else next(name for name, p in stage.model.named_parameters() if p is tied)
-
-
-def sync_tied_gradients(stage: Stage, parameters: Parameters, mesh: Mesh) -> None:
-    """Sum the gradients of a weight that embedding and head share on the first and the last stage.
+def sync_shared_gradients(stage: Stage, parameters: Parameters, mesh: Mesh) -> None:
+    """Sum the gradients of a weight that embedding and head share on different stages.
 
     Both copies then get the same gradient, and with equal optimizer states they stay equal.
     """
-    name = _tied_name(stage, parameters)
-    if name is not None:
-        dist.all_reduce(_gradients(parameters)[name], group=mesh.ends)
+    if stage.shared is not None:
+        dist.all_reduce(_gradients(parameters)[stage.shared.name], group=mesh.ends)
 
 
 def gradient_norm(stage: Stage, parameters: Parameters, mesh: Mesh) -> float:
     """Euclidean norm of the gradients over all stages and shards, each parameter counted once.
 
-    Tied gradients must have been summed. A collective of all stages and sequence-parallel processes of a replica.
+    Shared gradients must have been summed. A collective of all stages and sequence-parallel processes of a replica.
     """
-    gradients = _gradients(parameters)
-    if stage.is_last and not stage.is_first:
-        gradients.pop(_tied_name(stage, parameters) or "", None)
-    norm = torch.nn.utils.get_total_norm(gradients.values()) if gradients else torch.zeros((), device=stage.device)
+    gradients = [gradient for name, gradient in _gradients(parameters).items() if stage.owns(name)]
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=stage.device)
     total = mesh.sum(norm.to(torch.float64).square(), "sequence", "stage")
     return float(total.sqrt())
 

@@ -1,4 +1,4 @@
-"""The process mesh: replicas x stages x sequence parallelism, and the communicators between its neighbours."""
+"""The process mesh: replicas x stages x sequence parallelism, and the communicators between its stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinipipe.model import SequenceShard, ulysses_degree
-from infinipipe.runtime.transport import PairGroups, ProcessGroupTransport, pair_groups
+from infinipipe.plan import Placement
+from infinipipe.runtime.transport import ProcessGroupTransport, channel_groups
 
 Dimension = Literal["replica", "stage", "sequence"]
 DIMENSIONS: tuple[Dimension, ...] = ("replica", "stage", "sequence")
@@ -29,6 +30,7 @@ class Layout:
             number of heads. All, if 0; see :meth:`for_heads`.
         order: the dimensions from the outermost to the innermost: ranks that follow each other, which are of one node,
             differ in the last one.
+        placement: the parts of every stage; each has one if not given.
     """
 
     replicas: int = 1
@@ -36,11 +38,16 @@ class Layout:
     sequence: int = 1
     ulysses: int = 0
     order: tuple[Dimension, ...] = DIMENSIONS
+    placement: Placement = Placement(())
 
     def __post_init__(self) -> None:
         for name, size in (("replicas", self.replicas), ("stages", self.stages), ("sequence", self.sequence)):
             if size < 1:
                 raise ValueError(f"the layout has {size} {name}; it must be at least 1")
+        if not self.placement.parts:
+            object.__setattr__(self, "placement", Placement.plain(self.stages))
+        if self.placement.num_stages != self.stages:
+            raise ValueError(f"the placement is of {self.placement.num_stages} stages, but the layout has {self.stages}")
         if self.ulysses and self.sequence % self.ulysses:
             raise ValueError(
                 f"{self.ulysses} processes that share heads do not divide a sequence degree of {self.sequence}"
@@ -76,6 +83,8 @@ class Mesh:
     Attributes:
         replica, stage, sequence: this process's coordinates.
         pipeline: global ranks of the stages that this process exchanges messages with, itself among them.
+        parts: those of the model that its stage has.
+        ends: the group of the stages with the first and the last part; ``None`` if they are one.
         shard: its share of a chunk's tokens; ``None`` without sequence parallelism.
     """
 
@@ -88,15 +97,17 @@ class Mesh:
         self.layout = layout
         ranks = layout.ranks()
         self.devices = DeviceMesh(device_type, ranks, mesh_dim_names=DIMENSIONS)
-        self._pairs = pair_groups(layout.pipelines())
+        self._channels = channel_groups(layout.pipelines(), layout.placement)
+        first, last = layout.placement.stage_of[0], layout.placement.stage_of[-1]
         ends = {}
-        for pipeline in layout.pipelines() if layout.stages > 1 else []:
-            ends[pipeline[0], pipeline[-1]] = dist.new_group([pipeline[0], pipeline[-1]])
+        for pipeline in layout.pipelines() if first != last else []:
+            ends[pipeline[first], pipeline[last]] = dist.new_group(sorted((pipeline[first], pipeline[last])))
         place = (ranks == dist.get_rank()).nonzero()
         self.is_member = place.numel() > 0
         self.replica, self.stage, self.sequence = (int(i) for i in (place[0] if self.is_member else (0, 0, 0)))
+        self.parts = layout.placement.parts[self.stage]
         self.pipeline: list[int] = ranks[self.replica, :, self.sequence].tolist()
-        self.ends = ends.get((self.pipeline[0], self.pipeline[-1]))
+        self.ends = ends.get((self.pipeline[first], self.pipeline[last]))
         self.shard = self._sequence_shard(ranks.view(-1, layout.sequence).tolist()) if layout.sequence > 1 else None
 
     def _sequence_shard(self, stages: list[list[int]]) -> SequenceShard | None:
@@ -111,14 +122,9 @@ class Mesh:
                 own = SequenceShard(self.sequence, size, heads[place[0]], degree, blocks[place[1]])
         return own
 
-    @property
-    def pairs(self) -> PairGroups:
-        """Communicators between neighbouring stages."""
-        return self._pairs
-
     def transport(self) -> ProcessGroupTransport:
-        """A new transport of this process's messages to its neighbouring stages."""
-        return ProcessGroupTransport(self.pipeline, self._pairs)
+        """A new transport of this process's messages to other stages."""
+        return ProcessGroupTransport(self.pipeline, self._channels, self.layout.placement)
 
     def sum(self, value: Tensor, *dimensions: Dimension) -> Tensor:
         """Sum ``value``, in place, over the given dimensions of the mesh; all by default. A collective."""

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from infinipipe.model import WeightGradients
+
 
 class HasModel(Protocol):
     """A stage's module, whose parameters are the stage's, and the dtype that it computes in."""
@@ -24,10 +26,10 @@ class Parameters:
     Parameters that compute in float32 or float64 are their own masters. To compute in a lower precision, ``dtype``, the
     stage's parameters become rounded copies, while masters and gradients are float32: call :meth:`publish` after each
     optimizer step.
-    """
 
-    is_sharded = False
-    """Whether gradients are reduced over other processes, which all must take part in every step."""
+    Attributes:
+        weight_gradients: where the gradients of linear layers' weights go.
+    """
 
     def __init__(self, stage: HasModel, dtype: torch.dtype | None = None) -> None:
         self._master: dict[str, nn.Parameter] = {}
@@ -46,6 +48,11 @@ class Parameters:
             master.grad = torch.zeros_like(master)
             self._master[name] = master
             self._of[id(parameter)] = master
+        self._take_products(stage.model)
+
+    def _take_products(self, model: nn.Module) -> None:
+        self.weight_gradients = WeightGradients(self.gradient_of)
+        self.weight_gradients.attach(model)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Master parameters under their Hugging Face names; a weight shared within the stage comes once."""
@@ -57,25 +64,20 @@ class Parameters:
         assert gradient is not None
         return gradient
 
-    def hand_over(self, parameter: nn.Parameter) -> Tensor | None:
-        """What autograd is to pass on as the gradient of a parameter whose gradient accumulates elsewhere."""
-        return None
-
     def begin_step(self) -> None:
-        """Called before the first action of a step."""
+        """Called before the first action of a step. With :meth:`end_step` the place for what processes do together."""
 
-    def begin_last_backward(self) -> None:
-        """Called before the last backward of a step."""
+    def end_step(self) -> None:
+        """Called after the last action of a step, when all gradients have been added up here."""
 
     def end_forwards(self) -> None:
         """Called after forwards that no backward follows."""
 
     def _collect(self, parameter: Tensor) -> None:
-        """Add the gradient that a backward left on a lower-precision copy to its master's and drop it."""
-        gradient = self._of[id(parameter)].grad
-        assert gradient is not None
+        """Add the gradient that autograd left on a parameter to where it accumulates, and drop it."""
+        assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:
-            gradient.add_(parameter.grad)
+            self.gradient_of(parameter).add_(parameter.grad)
             parameter.grad = None
 
     def zero_grad(self) -> None:

@@ -29,6 +29,22 @@ class Meter(Protocol):
         ...
 
 
+class Records(Protocol):
+    """What the executor tells of every action: :class:`Recorder` or a stand-in."""
+
+    def asks(self) -> None:
+        """The stage has come to an action and waits for its input, if it needs one."""
+        ...
+
+    def starts(self) -> None:
+        """The action's input is there."""
+        ...
+
+    def ends(self, action: Action) -> None:
+        """The action is done."""
+        ...
+
+
 class AllocatorMeter:
     """Live bytes of a CUDA device as its allocator counts them, beyond those when it was made."""
 

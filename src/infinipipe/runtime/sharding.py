@@ -1,4 +1,8 @@
-"""FSDP inside a stage, tamed for pipelines: gathered once or per use, reduced once per step, summed."""
+"""FSDP inside a stage, tamed for pipelines: gathered once or per use, reduced once per step, summed.
+
+FSDP only gathers here. Gradients accumulate unsharded over all chunks of a step, those of linear layers perhaps long after the
+backward that FSDP sees, and are summed and scattered after the step's last action.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,25 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from infinipipe.model import Stage
 from infinipipe.runtime.parameters import Parameters
 
 GatherPolicy = Literal["keep", "release"]
-"""``keep``: a parameter, once gathered, stays until the step's last backward; ``release``: it goes after each use."""
+"""``keep``: a parameter, once gathered, stays until the step's end; ``release``: it goes after each use."""
 
 
 class ShardedParameters(Parameters):
     """Parameters of a stage sharded over its sequence-parallel processes and replicated over the replicas.
 
     Master weights are the shards, in float32 (or float64); lower precisions compute with copies that the gathering rounds.
-    Gradients accumulate unsharded, in float32 at least, over the chunks of a step, and its last backward sums them over
+    Gradients accumulate unsharded, in float32 at least, over the chunks of a step, and its end sums them over
     all processes of the mesh and scatters them. Every process must therefore run the same number of steps.
 
     Args:
@@ -33,34 +39,37 @@ class ShardedParameters(Parameters):
         policy: how long gathered parameters stay.
     """
 
-    is_sharded = True
-
     def __init__(self, stage: Stage, mesh: DeviceMesh, *, dtype: torch.dtype, policy: GatherPolicy = "keep") -> None:
         self._stage = stage
-        self._release = policy == "release"
-        self._deliver = False
-        self._head_gradients: dict[str, Tensor] = {}
-        wide = torch.promote_types(dtype, torch.float32)
+        self._shards = mesh.get_group("sequence")
+        self._copies_of = mesh.get_group("replica") if mesh.ndim > 1 else None
+        self._wide = torch.promote_types(dtype, torch.float32)
         for name, parameter in stage.model.named_parameters():
-            if parameter.dtype != wide:
+            if parameter.dtype != self._wide:
                 raise ValueError(
-                    f"the master weights of sharded stages must be {wide}, but {name} is {parameter.dtype}"
+                    f"the master weights of sharded stages must be {self._wide}, but {name} is {parameter.dtype}"
                 )
         precision = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if dtype != wide:
-            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
-        for module in (*_units(stage), stage):
-            fully_shard(module, mesh=mesh, reshard_after_forward=self._release, mp_policy=precision)
+        if dtype != self._wide:
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self._wide, cast_forward_inputs=False)
+        units = _units(stage)
+        for module in (*units, stage):
+            fully_shard(module, mesh=mesh, reshard_after_forward=policy == "release", mp_policy=precision)
         stage.dtype = dtype
-        self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        self._modules = [module for module in (*units, stage) if isinstance(module, FSDPModule)]
         for module in self._modules:
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-        self._set_prefetch()
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(policy == "release", recurse=False)
+            module.register_forward_pre_hook(lambda *_: self._meet())
+        self._set_prefetch(units)
+        self._groups = _names_by_unit(stage, self._modules)
+        self._totals: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._take_products(stage.model)
 
-    def _set_prefetch(self) -> None:
-        """While a part computes, gather the one that is next: left to itself, FSDP takes the order of several chunks for one."""
-        order = [unit for unit in _units(self._stage) if isinstance(unit, FSDPModule)]
+    def _set_prefetch(self, units: list[nn.Module]) -> None:
+        """While a unit computes, gather the one that is next: left to itself, FSDP takes the order of several chunks for one."""
+        order = [unit for unit in units if isinstance(unit, FSDPModule)]
         for before, after in itertools.pairwise(order):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
@@ -68,38 +77,69 @@ class ShardedParameters(Parameters):
             if module not in order[1:]:
                 module.set_modules_to_backward_prefetch([module])
 
+    def _meet(self) -> None:
+        """Note the gathered parameters, which FSDP makes at its first gathering and keeps, to know them by name."""
+        if len(self._names) == sum(map(len, self._groups)):
+            return
+        for name, parameter in self._stage.model.named_parameters():
+            if not isinstance(parameter, DTensor) and id(parameter) not in self._names:
+                self._names[id(parameter)] = name
+                parameter.register_post_accumulate_grad_hook(self._collect)
+
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._stage.model.named_parameters()
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        """The unsharded buffer of one of the head's gathered parameters."""
-        return self._head_gradients[self._head_name(parameter)]
-
-    def hand_over(self, parameter: nn.Parameter) -> Tensor | None:
-        if not self._deliver:
-            return None
-        return self._head_gradients[self._head_name(parameter)].to(parameter.dtype, copy=True)
-
-    def _head_name(self, parameter: nn.Parameter) -> str:
-        return next(name for name, own in self._stage.head.named_parameters() if own is parameter)
+        """The unsharded buffer of a gathered parameter."""
+        return self._totals[self._names[id(parameter)]]
 
     def begin_step(self) -> None:
-        self._deliver = False
-        if self._stage.is_last:
-            for name, parameter in self._stage.head.named_parameters():
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._head_gradients[name] = torch.zeros(parameter.shape, dtype=wide, device=self._stage.device)
-        self._set_sync(last=False)
+        for name, parameter in self.named():
+            self._totals[name] = torch.zeros(parameter.shape, dtype=self._wide, device=self._stage.device)
 
-    def begin_last_backward(self) -> None:
-        self._deliver = True
-        self._set_sync(last=True)
+    def end_step(self) -> None:
+        """Let go of the gathered parameters; sum the gradients over all processes, each of which gets its shard."""
+        self.end_forwards()
+        parameters = dict(self.named())
+        for names in self._groups:
+            self._reduce({name: parameters[name] for name in names})
 
-    def _set_sync(self, *, last: bool) -> None:
-        for module in self._modules:
-            module.set_requires_gradient_sync(last, recurse=False)
-            module.set_reshard_after_backward(last or self._release, recurse=False)
-            module.set_is_last_backward(last)
+    @torch.no_grad()
+    def _reduce(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Sum and scatter the gradients of one unit in one message::
+
+            buffer      rank 0's rows of a, of b, ...  |  rank 1's rows of a, of b, ...      rows padded to the same number
+        """
+        count = self._shards.size()
+        columns = []
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, DTensor)
+            total = self._totals.pop(name)
+            rows = -(-total.shape[0] // count)
+            padded = pad(total, [0, 0] * (total.dim() - 1) + [0, rows * count - total.shape[0]])
+            columns.append(padded.view(count, -1))
+        if not columns:
+            return
+        buffer = torch.cat(columns, dim=1)
+        widths = [column.shape[1] for column in columns]
+        del columns
+        summed = buffer[0]
+        if count > 1:
+            summed = torch.empty_like(buffer[0])
+            dist.reduce_scatter_single(summed, buffer.view(-1), group=self._shards)
+        if self._copies_of is not None and self._copies_of.size() > 1:
+            dist.all_reduce(summed, group=self._copies_of)
+        for parameter, own in zip(parameters.values(), summed.split(widths), strict=True):
+            assert isinstance(parameter, DTensor)
+            shard = parameter.to_local()
+            parameter.grad = DTensor.from_local(
+                own[: shard.numel()].view(shard.shape),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
 
     def end_forwards(self) -> None:
         for module in self._modules:
@@ -110,19 +150,30 @@ class ShardedParameters(Parameters):
             parameter.grad = None
 
     def publish(self) -> None:
-        """Let go of the step's buffers; the next gathering copies the masters."""
-        self._head_gradients.clear()
+        """Nothing to do: the next gathering copies the masters."""
 
 
 def _units(stage: Stage) -> list[nn.Module]:
-    """What is gathered together, in order: the embedding, each layer, the head; a weight tied within the stage goes with the rest."""
+    """What is gathered together, in order: the embedding, each layer, the head; a weight that both share here goes with the rest."""
     units: list[nn.Module] = list(stage.layers)
-    if not (stage.tied and stage.num_stages == 1):
-        if stage.is_first:
-            units.insert(0, stage.model.get_input_embeddings())
-        if stage.is_last:
-            units.append(stage.head)
+    if stage.shares_within:
+        return units
+    if stage.has_embedding:
+        units.insert(0, stage.model.get_input_embeddings())
+    if stage.has_head:
+        units.append(stage.head)
     return units
+
+
+def _names_by_unit(stage: Stage, units: list[FSDPModule]) -> list[list[str]]:
+    """Names of the parameters that are gathered together."""
+    names = {id(parameter): name for name, parameter in stage.model.named_parameters()}
+    groups = []
+    for unit in units:
+        assert isinstance(unit, nn.Module)
+        own = [names.pop(id(parameter)) for parameter in unit.parameters() if id(parameter) in names]
+        groups.append(own)
+    return groups
 
 
 def local(tensor: Tensor) -> Tensor:

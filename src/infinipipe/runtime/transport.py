@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Thread
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinipipe.plan import Direction
+from infinipipe.plan import Channel, Direction, Placement
 
 
 class Incoming(Protocol):
@@ -30,16 +29,16 @@ class Incoming(Protocol):
 
 
 class Transport(Protocol):
-    """Messages of one stage. Each direction is first in, first out; ``direction`` is the way that the message travels."""
+    """Messages of one stage. Each channel is first in, first out."""
 
     def receive(
-        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Incoming:
-        """Post a receive from the stage before (``FORWARD``) or after (``BACKWARD``)."""
+        """Post a receive from the stage at the other end of the channel."""
         ...
 
-    def send(self, direction: Direction, tensor: Tensor) -> None:
-        """Start to send to the stage after (``FORWARD``) or before (``BACKWARD``); never waits for the receiver."""
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        """Start to send to the stage at the other end of the channel; never waits for the receiver."""
         ...
 
     def finish(self) -> None:
@@ -62,21 +61,32 @@ class _Pending:
         return self._buffer
 
 
-PairGroups = Mapping[tuple[Direction, int, int], dist.ProcessGroup]
-"""Communicators by direction, lower and upper rank."""
+ChannelGroups = Mapping[tuple[Channel, int], dist.ProcessGroup]
+"""Communicators by channel and the rank of the process that sends."""
 
 
-def pair_groups(pipelines: Sequence[Sequence[int]]) -> PairGroups:
-    """Communicators between the neighbouring stages of all pipelines, given as global ranks in the order of the stages.
+def channel_groups(pipelines: Sequence[Sequence[int]], placement: Placement) -> ChannelGroups:
+    """Communicators of all channels between stages of all pipelines, given as global ranks in the order of the stages.
 
-    A collective of the default process group: every process calls it with the same list, members or not.
+    Each channel has its own: messages of several may pass between two processes in any order. A collective of the default process
+    group: every process calls it with the same arguments, member or not.
     """
     groups = {}
     for ranks in pipelines:
-        for lower, upper in itertools.pairwise(ranks):
-            for direction in Direction:
-                groups[direction, lower, upper] = dist.new_group([lower, upper])
+        for channel, source, target in _links(placement):
+            pair = sorted((ranks[source], ranks[target]))
+            groups[channel, ranks[source]] = dist.new_group(pair)
     return groups
+
+
+def _links(placement: Placement) -> Iterator[tuple[Channel, int, int]]:
+    """The channels between stages, with the stages that send and receive."""
+    for border in range(placement.num_parts - 1):
+        for direction in Direction:
+            channel = Channel(border, direction)
+            source, target = placement.stage_of[channel.source], placement.stage_of[channel.target]
+            if source != target:
+                yield channel, source, target
 
 
 class _Departures:
@@ -112,36 +122,32 @@ class _Departures:
 
 
 class ProcessGroupTransport:
-    """Messages over ``torch.distributed``, with a communicator of its own for every direction and neighbour pair.
+    """Messages over ``torch.distributed``, with a communicator of its own for every channel.
 
-    ``ranks`` are the global ranks of the stages in order, this process among them, ``groups`` what :func:`pair_groups` made.
+    ``ranks`` are the global ranks of the stages in order, this process among them, ``groups`` what :func:`channel_groups` made.
     """
 
-    def __init__(self, ranks: Sequence[int], groups: PairGroups) -> None:
-        self._ranks = list(ranks)
-        self._stage = self._ranks.index(dist.get_rank())
-        self._groups = groups
-        self._departures = {direction: _Departures() for direction in Direction}
+    def __init__(self, ranks: Sequence[int], groups: ChannelGroups, placement: Placement) -> None:
+        self._ends: dict[Channel, tuple[int, int, dist.ProcessGroup]] = {}
+        self._departures: dict[Channel, _Departures] = {}
+        own = dist.get_rank()
+        for channel, source, target in _links(placement):
+            if own in (ranks[source], ranks[target]):
+                self._ends[channel] = ranks[source], ranks[target], groups[channel, ranks[source]]
         self._sends: deque[Future[None]] = deque()
         self._polled: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def _neighbour(self, direction: Direction, *, sending: bool) -> tuple[int, dist.ProcessGroup]:
-        step = 1 if (direction == Direction.FORWARD) == sending else -1
-        other = self._stage + step
-        lower = min(self._stage, other)
-        return self._ranks[other], self._groups[direction, self._ranks[lower], self._ranks[lower + 1]]
-
     def receive(
-        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Incoming:
-        source, group = self._neighbour(direction, sending=False)
+        source, _, group = self._ends[channel]
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, src=source, group=group)
         assert work is not None
         return _Pending(work, buffer)
 
-    def send(self, direction: Direction, tensor: Tensor) -> None:
-        target, group = self._neighbour(direction, sending=True)
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        _, target, group = self._ends[channel]
         work = dist.isend(tensor, dst=target, group=group)
         assert work is not None
         if tensor.is_cuda:
@@ -149,7 +155,9 @@ class ProcessGroupTransport:
             while self._polled and self._polled[0][0].is_completed():
                 self._polled.popleft()
         else:
-            self._sends.append(self._departures[direction].hold(work, tensor))
+            if channel not in self._departures:
+                self._departures[channel] = _Departures()
+            self._sends.append(self._departures[channel].hold(work, tensor))
 
     def finish(self) -> None:
         while self._polled:
@@ -173,27 +181,24 @@ class _Letter:
 class LocalTransport:
     """Messages between stages that run in turn within one process; see :func:`connect`."""
 
-    def __init__(self) -> None:
-        self._incoming: dict[Direction, deque[_Letter]] = {direction: deque() for direction in Direction}
-        self._unclaimed: dict[Direction, deque[Tensor]] = {direction: deque() for direction in Direction}
-        self._outgoing: dict[Direction, LocalTransport] = {}
+    def __init__(self, incoming: dict[Channel, deque[_Letter]], unclaimed: dict[Channel, deque[Tensor]]) -> None:
+        self._incoming, self._unclaimed = incoming, unclaimed
 
     def receive(
-        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Incoming:
         letter = _Letter()
-        if self._unclaimed[direction]:
-            letter.tensor = self._unclaimed[direction].popleft()
+        if self._unclaimed[channel]:
+            letter.tensor = self._unclaimed[channel].popleft()
         else:
-            self._incoming[direction].append(letter)
+            self._incoming[channel].append(letter)
         return letter
 
-    def send(self, direction: Direction, tensor: Tensor) -> None:
-        target = self._outgoing[direction]
-        if target._incoming[direction]:
-            target._incoming[direction].popleft().tensor = tensor
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        if self._incoming[channel]:
+            self._incoming[channel].popleft().tensor = tensor
         else:
-            target._unclaimed[direction].append(tensor)
+            self._unclaimed[channel].append(tensor)
 
     def finish(self) -> None:
         return None
@@ -201,8 +206,6 @@ class LocalTransport:
 
 def connect(num_stages: int) -> list[LocalTransport]:
     """Transports of ``num_stages`` stages within this process."""
-    transports = [LocalTransport() for _ in range(num_stages)]
-    for lower, upper in itertools.pairwise(transports):
-        lower._outgoing[Direction.FORWARD] = upper
-        upper._outgoing[Direction.BACKWARD] = lower
-    return transports
+    incoming: dict[Channel, deque[_Letter]] = defaultdict(deque)
+    unclaimed: dict[Channel, deque[Tensor]] = defaultdict(deque)
+    return [LocalTransport(incoming, unclaimed) for _ in range(num_stages)]

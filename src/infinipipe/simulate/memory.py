@@ -1,21 +1,21 @@
 """A stage's memory over simulated time, from the cost model's bytes.
 
-Held are: the states; a chunk's activations from the start of its forward to the end of its backward; key/value stores
-and their gradients over the intervals of section 3; what an action needs while it runs; a message's buffer at the receiver
-from the posting of the receive until the action takes it over, and at the sender until the transfer ends.
+Held are: the states; every resource over its intervals (:meth:`infinipipe.plan.Program.intervals`); what an action needs while it
+runs; a message's buffer at the receiver from the posting of the receive until the action takes it over, and at the sender until
+the transfer ends; what a part hands over to another of its stage, in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from infinipipe.cost import CostModel, CostTable
-from infinipipe.plan import ReplicaPlan, cut_sequences
+from infinipipe.plan import Program, ReplicaPlan
+from infinipipe.plan.kinds import ACTIVATIONS
+from infinipipe.plan.program import Booleans
 from infinipipe.simulate.engine import Floats, Integers, Times
-from infinipipe.simulate.positions import Positions
 
 
 @dataclass(frozen=True)
@@ -27,38 +27,38 @@ class StageCurve:
     peak: int
 
 
-def memory_curves(replica: ReplicaPlan, times: Times, table: CostTable, cost: CostModel) -> list[StageCurve]:
-    """The memory curve of every stage."""
-    places = [Positions.of(actions) for actions in replica.actions]
-    buffers = np.array([cost.message_bytes(chunk.num_tokens) for chunk in replica.chunks], np.int64)
-    return [_stage_curve(stage, replica, places, times, table, cost, buffers) for stage in range(replica.num_stages)]
-
-
 class _Ledger:
-    """Changes of memory, ordered by time and, at one moment, by the order of the stage's actions."""
+    """Changes of memory, ordered by time and, at one moment, by the order of the stage's actions.
 
-    def __init__(self, start: Floats, end: Floats) -> None:
-        self._start = start
-        self._end = end
-        self._rows: list[tuple[Floats, Integers, Floats]] = []
+    Changes at an action go before or after it, or with its start or end, in this order: a message is freed before what replaces
+    it is allocated.
+    """
 
-    def before(self, position: Integers, seconds: Floats, size: Floats) -> None:
-        """Change by ``size`` at ``seconds``, between the actions before ``position`` and the one there."""
-        self._rows.append((seconds, 4 * position, size))
+    def __init__(self, times: Times) -> None:
+        self._start, self._end = np.concatenate(times.start), np.concatenate(times.end)
+        self._rows: list[tuple[Integers, Floats, Integers, Floats]] = []
 
-    def at_start(self, position: Integers, size: Floats) -> None:
-        self._rows.append((self._start[position], 4 * position + 1, size))
+    def add(self, number: Integers, seconds: Floats, rank: int, size: Floats) -> None:
+        """Change by ``size`` at ``seconds``, among what happens around the actions of those numbers as ``rank`` says."""
+        self._rows.append((number, seconds, 4 * number + rank, size))
 
-    def at_end(self, position: Integers, size: Floats) -> None:
-        self._rows.append((self._end[position], 4 * position + 2, size))
+    def before(self, number: Integers, seconds: Floats, size: Floats) -> None:
+        self.add(number, seconds, 0, size)
 
-    def after(self, position: Integers, seconds: Floats, size: Floats) -> None:
-        """Change by ``size`` at ``seconds``, once the action at ``position`` has ended."""
-        self._rows.append((seconds, 4 * position + 3, size))
+    def at_start(self, number: Integers, size: Floats) -> None:
+        self.add(number, self._start[number], 1, size)
 
-    def curve(self, base: int) -> StageCurve:
-        """The running sum from ``base`` on."""
-        seconds, order, change = (np.concatenate(column) for column in zip(*self._rows, strict=True))
+    def at_end(self, number: Integers, size: Floats) -> None:
+        self.add(number, self._end[number], 2, size)
+
+    def after(self, number: Integers, seconds: Floats, size: Floats) -> None:
+        self.add(number, seconds, 3, size)
+
+    def curve(self, first: int, last: int, base: int) -> StageCurve:
+        """The running sum from ``base`` on of what happens around the actions ``[first, last)``, those of a stage."""
+        number, seconds, order, change = (np.concatenate(column) for column in zip(*self._rows, strict=True))
+        own = (number >= first) & (number < last)
+        seconds, order, change = seconds[own], order[own], change[own]
         ranked = np.lexsort((order, seconds))
         seconds = seconds[ranked]
         total = base + np.rint(np.cumsum(change[ranked])).astype(np.int64)
@@ -66,58 +66,57 @@ class _Ledger:
         return StageCurve(seconds[last_of_moment], total[last_of_moment], int(max(base, total.max())))
 
 
-def _stage_curve(
-    stage: int,
-    replica: ReplicaPlan,
-    places: Sequence[Positions],
-    times: Times,
-    table: CostTable,
-    cost: CostModel,
-    buffers: Integers,
-) -> StageCurve:
-    states = cost.state_bytes(stage)
-    if not replica.chunks:
-        return StageCurve(np.zeros(1), np.full(1, states, np.int64), states)
-    forward, backward = places[stage].forward_at, places[stage].backward_at
-    layers = np.array(replica.recompute[stage], np.int64)
-    everything = layers >= table.stage_layers[stage]
-    ledger = _Ledger(times.start[stage], times.end[stage])
-
-    _messages(ledger, stage, places, times, buffers)
-    activation = table.activation[stage] - layers * table.layer_saving[stage]
-    ledger.at_start(forward, activation)
-    ledger.at_end(backward, -activation)
-    for position, kept, full in (
-        (forward, table.forward_transient, table.forward_transient_full),
-        (backward, table.backward_transient, table.backward_transient_full),
-    ):
-        transient = np.where(everything, full[stage], kept[stage])
-        ledger.at_start(position, transient)
-        ledger.at_end(position, -transient)
-    for held in cut_sequences(replica.chunks).values():
-        first, last = held[0], held[-1]
-        store = np.array([cost.kv_bytes(replica.chunks[first].slices[0].length, stage)], np.float64)
-        gradients = np.array([cost.dkv_bytes(replica.chunks[last].context, stage)], np.float64)
-        ledger.at_start(forward[[first]], store)
-        ledger.at_start(backward[[last]], gradients)
-        ledger.at_end(backward[[first]], -store - gradients)
-    return ledger.curve(states)
+def memory_curves(replica: ReplicaPlan, times: Times, table: CostTable, cost: CostModel) -> list[StageCurve]:
+    """The memory curve of every stage."""
+    program = replica.program
+    if not program.num_actions:
+        idle = [cost.state_bytes(stage) for stage in range(program.num_stages)]
+        return [StageCurve(np.zeros(1), np.full(1, size, np.int64), size) for size in idle]
+    ledger = _Ledger(times)
+    layers = np.array(replica.recompute, np.int64)
+    _messages(ledger, program, times, table)
+    _resources(ledger, program, table, layers, np.concatenate(times.end))
+    transient = program.by_kind(lambda column: table.transient_at(column, layers))
+    everything = np.arange(program.num_actions)
+    ledger.at_start(everything, transient)
+    ledger.at_end(everything, -transient)
+    base = program.base
+    return [ledger.curve(base[s], base[s + 1], cost.state_bytes(s)) for s in range(program.num_stages)]
 
 
-def _messages(ledger: _Ledger, stage: int, places: Sequence[Positions], times: Times, buffers: Integers) -> None:
-    """Buffers of posted receives, of the gradient that a running backward reads, and of outputs whose transfer has not ended."""
-    sizes = buffers.astype(np.float64)
-    forward, backward = places[stage].forward_at, places[stage].backward_at
-    for position, has_source, has_target, target in (
-        (forward, stage > 0, stage < len(places) - 1, stage + 1),
-        (backward, stage < len(places) - 1, stage > 0, stage - 1),
-    ):
-        if has_source:
-            uses = np.sort(position)
-            posted_before = np.concatenate(([max(uses[0] - 1, 0)], uses[:-1]))[np.searchsorted(uses, position)]
-            ledger.before(posted_before, times.posted[stage][position], sizes)
-            (ledger.at_start if position is forward else ledger.at_end)(position, -sizes)
-        if has_target:
-            received = places[target].forward_at if position is forward else places[target].backward_at
-            ledger.after(position, times.end[stage][position], sizes)
-            ledger.after(position, times.arrival[target][received], -sizes)
+def _resources(ledger: _Ledger, program: Program, table: CostTable, layers: Integers, ends: Floats) -> None:
+    held = {**table.held, ACTIVATIONS.name: table.held[ACTIVATIONS.name] - layers * table.layer_saving}
+    for intervals in program.intervals:
+        size = held[intervals.resource.name][intervals.part, intervals.chunk]
+        if intervals.resource.from_end:
+            ledger.after(intervals.first, ends[intervals.first], size)
+        else:
+            ledger.at_start(intervals.first, size)
+        ledger.at_end(intervals.last, -size)
+
+
+def _messages(ledger: _Ledger, program: Program, times: Times, table: CostTable) -> None:
+    """Buffers of posted receives, of inputs that a running action reads, and of outputs whose transfer has not ended."""
+    keeps_input = program.rows("keeps_input")
+    ends, posted, arrival = (np.concatenate(x) for x in (times.end, times.posted, times.arrival))
+    for _, makers, takers in program.links:
+        sizes = table.message_bytes[program.chunk[takers]]
+        # A receive is posted between two actions: those after which, and before which, the stage comes to the use before it.
+        first = program.base[int(program.stage[takers[0]])]
+        ledger.before(np.maximum(program.post[takers] + 1, first), posted[takers], sizes)
+        ledger.after(makers, ends[makers], sizes)
+        ledger.after(makers, arrival[takers], -sizes)
+        _taken(ledger, takers, sizes, keeps_input)
+    for channel in np.flatnonzero(program.local).tolist():
+        takers = np.flatnonzero(program.takes == channel)
+        sizes = table.message_bytes[program.chunk[takers]]
+        makers = program.source[takers]
+        ledger.after(makers, ends[makers], sizes)
+        _taken(ledger, takers, sizes, keeps_input)
+
+
+def _taken(ledger: _Ledger, takers: Integers, sizes: Floats, keeps_input: Booleans) -> None:
+    """An input belongs to what the action holds from its start, or is let go of at its end."""
+    kept = keeps_input[takers]
+    ledger.at_start(takers[kept], -sizes[kept])
+    ledger.at_end(takers[~kept], -sizes[~kept])

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from infinipipe.cost import CostModel, tabulate
-from infinipipe.plan import ActionKind, Direction, Plan, PlanError, ReplicaPlan
+from infinipipe.plan import Plan, PlanError, ReplicaPlan
 from infinipipe.simulate.engine import Engine, Floats, Times
 from infinipipe.simulate.memory import memory_curves
 from infinipipe.timeline import Message, Source, Span, StageTime, Timeline, breakdown
@@ -48,14 +50,10 @@ def simulate(replica: ReplicaPlan, cost: CostModel, *, budget: int | None = None
     ``budget``, in bytes per device, and ``name`` are only noted in the timeline. Raises ``PlanError`` if the action
     lists deadlock or the cost model is of other stages.
     """
-    if len(cost.stage_layers) != replica.num_stages:
-        raise PlanError(
-            f"the plan has {replica.num_stages} stages, but the cost model describes {len(cost.stage_layers)}; "
-            "use a cost model of the same stages"
-        )
+    require_same_stages(replica, cost)
     table = tabulate(cost, replica.chunks)
     recompute = table.recompute_seconds(replica.recompute)
-    times = Engine(replica).times(table.forward, table.backward + recompute, table.message)
+    times = Engine(replica).times(table.seconds, table.message, recompute)
     curves = memory_curves(replica, times, table, cost)
     timeline = Timeline(
         source=Source.SIMULATED,
@@ -82,37 +80,52 @@ def simulate_plan(plan: Plan, cost: CostModel, *, budget: int | None = None) -> 
     )
 
 
-def _spans(replica: ReplicaPlan, times: Times, recompute: Floats) -> tuple[tuple[Span, ...], ...]:
-    rows = []
-    for stage, actions in enumerate(replica.actions):
-        seconds, layers = recompute[stage].tolist(), replica.recompute[stage]
-        starts, ends = times.start[stage].tolist(), times.end[stage].tolist()
-        rows.append(
-            tuple(
-                Span(action, start, end)
-                if action.kind is ActionKind.FORWARD
-                else Span(action, start, end, seconds[action.chunk], layers[action.chunk])
-                for action, start, end in zip(actions, starts, ends, strict=True)
-            )
+def require_same_stages(replica: ReplicaPlan, cost: CostModel) -> None:
+    """Raise ``PlanError`` if a cost model is of other stages, or places the parts otherwise, than a replica's plan."""
+    if replica.placement == cost.placement:
+        return
+    if replica.num_stages != cost.placement.num_stages:
+        raise PlanError(
+            f"the plan has {replica.num_stages} stages, but the cost model describes {cost.placement.num_stages}; "
+            "use a cost model of the same stages"
         )
+    plan, model = ([list(parts) for parts in placement.parts] for placement in (replica.placement, cost.placement))
+    raise PlanError(
+        f"the plan places the parts {plan} on its stages, the cost model {model}; use a cost model of the same placement"
+    )
+
+
+def _spans(replica: ReplicaPlan, times: Times, recompute: Floats) -> tuple[tuple[Span, ...], ...]:
+    program = replica.program
+    rows, again, parts = [], program.rows("recomputes"), program.part.tolist()
+    for stage, actions in enumerate(replica.actions):
+        starts, ends = times.start[stage].tolist(), times.end[stage].tolist()
+        row = []
+        for number, action, start, end in zip(range(program.base[stage], program.base[stage + 1]), actions, starts, ends, strict=True):
+            if again[number]:
+                place = parts[number], action.chunk
+                row.append(Span(action, start, end, float(recompute[place]), replica.recompute[place[0]][place[1]]))
+            else:
+                row.append(Span(action, start, end))
+        rows.append(tuple(row))
     return tuple(rows)
 
 
 def _messages(replica: ReplicaPlan, times: Times) -> tuple[Message, ...]:
     """All transfers, in order of their start."""
-    ends = [
-        dict(zip(actions, row.tolist(), strict=True)) for actions, row in zip(replica.actions, times.end, strict=True)
-    ]
+    program = replica.program
+    ends, posted, transfer, arrival = (
+        np.concatenate(x).tolist() for x in (times.end, times.posted, times.transfer, times.arrival)
+    )
     messages = []
-    for stage, actions in enumerate(replica.actions):
-        columns = (times.posted[stage].tolist(), times.transfer[stage].tolist(), times.arrival[stage].tolist())
-        for action, posted, transfer, arrival in zip(actions, *columns, strict=True):
-            if math.isnan(arrival):
-                continue
-            is_forward = action.kind is ActionKind.FORWARD
-            source = stage - 1 if is_forward else stage + 1
-            direction = Direction.FORWARD if is_forward else Direction.BACKWARD
-            ready = max(posted, ends[source][action])
-            messages.append(Message(source, direction, action.chunk, ready, transfer, arrival))
+    for channel, makers, takers in program.links:
+        border, direction = program.channels[channel].border, program.channels[channel].direction
+        source, target = int(program.stage[makers[0]]), int(program.stage[takers[0]])
+        for maker, taker in zip(makers.tolist(), takers.tolist(), strict=True):
+            ready = max(posted[taker], ends[maker])
+            chunk = int(program.chunk[taker])
+            messages.append(
+                Message(source, target, border, direction, chunk, ready, transfer[taker], arrival[taker])
+            )
     messages.sort(key=lambda message: message.start)
     return tuple(messages)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from infinipipe.plan import ActionKind, Direction
+from infinipipe.plan import Direction
 from infinipipe.timeline.events import Message, Span, Timeline
 
 
@@ -16,7 +16,8 @@ class StageTime:
 
     Attributes:
         forward: computing forwards.
-        backward: computing backwards, without recompute.
+        backward: computing backwards, without recompute, whole or their first half.
+        weight: computing their second half, the gradients of weights.
         recompute: recomputing.
         communication: idle while the message that the next action needs waits for the link or is on it.
         warmup_bubble: otherwise idle until a pipeline's first backward.
@@ -26,6 +27,7 @@ class StageTime:
 
     forward: float
     backward: float
+    weight: float
     recompute: float
     communication: float
     warmup_bubble: float
@@ -56,19 +58,17 @@ def breakdown(timeline: Timeline) -> tuple[StageTime, ...]:
 
 def exposed_communication(timeline: Timeline) -> tuple[dict[int, tuple[float, float]], ...]:
     """For every stage, the interval before the action at a position in which the stage waits for the link."""
-    arrivals: dict[tuple[int, Direction, int], Message] = {
-        (m.target, m.direction, m.chunk): m for m in timeline.messages
+    takes = timeline.messages_at[1]
+    waits_for: dict[int, Message] = {
+        id(takes[m.channel, m.chunk]): m for m in timeline.messages if (m.channel, m.chunk) in takes
     }
-    return tuple(dict(_exposed(stage, row, arrivals)) for stage, row in enumerate(timeline.spans))
+    return tuple(dict(_exposed(row, waits_for)) for row in timeline.spans)
 
 
-def _exposed(
-    stage: int, spans: tuple[Span, ...], arrivals: dict[tuple[int, Direction, int], Message]
-) -> Iterator[tuple[int, tuple[float, float]]]:
+def _exposed(spans: tuple[Span, ...], waits_for: dict[int, Message]) -> Iterator[tuple[int, tuple[float, float]]]:
     reached = 0.0
     for position, span in enumerate(spans):
-        direction = Direction.FORWARD if span.action.kind is ActionKind.FORWARD else Direction.BACKWARD
-        message = arrivals.get((stage, direction, span.action.chunk))
+        message = waits_for.get(id(span))
         if message is not None:
             begin, end = max(message.ready, reached), min(message.end, span.start)
             if end > begin:
@@ -83,11 +83,12 @@ def _stage_time(
     last_forward: dict[int, int] = {}
     for position, span in enumerate(spans):
         pipeline = pipeline_of[span.action.chunk]
-        if span.action.kind is ActionKind.FORWARD:
+        if span.action.kind.row.flow is Direction.FORWARD:
             last_forward[pipeline] = position
-        else:
+        elif span.action.kind.row.flow is Direction.BACKWARD:
             first_backward.setdefault(pipeline, position)
-    forward = backward = recompute = communication = reached = 0.0
+    flows: dict[Direction | None, float] = {Direction.FORWARD: 0.0, Direction.BACKWARD: 0.0, None: 0.0}
+    recompute = communication = reached = 0.0
     warmup = steady = cooldown = 0.0
     for position, span in enumerate(spans):
         begin, end = exposed.get(position, (0.0, 0.0))
@@ -100,10 +101,7 @@ def _stage_time(
             steady += idle
         else:
             cooldown += idle
-        if span.action.kind is ActionKind.FORWARD:
-            forward += span.seconds
-        else:
-            backward += span.seconds - span.recompute
-            recompute += span.recompute
+        flows[span.action.kind.row.flow] += span.seconds - span.recompute
+        recompute += span.recompute
         reached = span.end
-    return StageTime(forward, backward, recompute, communication, warmup, steady, cooldown + makespan - reached)
+    return StageTime(*flows.values(), recompute, communication, warmup, steady, cooldown + makespan - reached)

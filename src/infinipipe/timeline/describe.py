@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinipipe.plan import Chunk, Slice, cut_sequences
+from infinipipe.plan import KINDS, Chunk, Direction, Slice, cut_sequences
 from infinipipe.timeline.events import Timeline
+
+SHADES: dict[Direction | None, float] = {Direction.FORWARD: 0.82, Direction.BACKWARD: 0.66, None: 0.54}
+"""Lightness by which way an action passes through the pipeline; what no other stage waits for is darkest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class ChunkDescription:
         num_tokens: its tokens.
         context: tokens of its first slice's sequence that earlier chunks have processed.
         slices: its slices, each in words.
-        forward_color, backward_color: ``#rrggbb``.
+        colors: ``#rrggbb`` by the letter of every kind of action.
     """
 
     kind: str
@@ -28,8 +31,7 @@ class ChunkDescription:
     num_tokens: int
     context: int
     slices: tuple[str, ...]
-    forward_color: str
-    backward_color: str
+    colors: dict[str, str]
 
 
 def describe_chunks(timeline: Timeline) -> list[ChunkDescription]:
@@ -47,8 +49,7 @@ def describe_chunks(timeline: Timeline) -> list[ChunkDescription]:
             num_tokens=chunk.num_tokens,
             context=chunk.context,
             slices=tuple(_in_words(piece, pieces.get(piece.sequence, ())) for piece in chunk.slices),
-            forward_color=_color(chunk, index, hues, lightness=0.82),
-            backward_color=_color(chunk, index, hues, lightness=0.66),
+            colors={kind.value: _color(chunk, index, hues, lightness=SHADES[row.flow]) for kind, row in KINDS.items()},
         )
         for index, chunk in enumerate(chunks)
     ]

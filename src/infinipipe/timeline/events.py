@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from infinipipe.files import parse_json, write_beside
-from infinipipe.plan import Action, ActionKind, Chunk, Direction, Pipeline, PlanError, ReplicaPlan, Slice
+from infinipipe.plan import Action, Channel, Chunk, Direction, Pipeline, Placement, PlanError, ReplicaPlan, Slice
 
 FORMAT = "infinipipe timeline"
-VERSION = 1
+VERSION = 2
 T = TypeVar("T")
 
 
@@ -53,9 +53,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One transfer from stage ``source`` to its neighbour: both ends posted at ``ready``, on the link from ``start``."""
+    """One transfer: both ends posted at ``ready``, on the link from ``start`` to ``end``.
+
+    Attributes:
+        source, target: stages.
+        border: it passes from part ``border`` to the next, or back.
+        direction: which of these.
+        chunk: whose activations, or gradients.
+    """
 
     source: int
+    target: int
+    border: int
     direction: Direction
     chunk: int
     ready: float
@@ -63,13 +72,8 @@ class Message:
     end: float
 
     @property
-    def target(self) -> int:
-        return self.source + (1 if self.direction == Direction.FORWARD else -1)
-
-    @property
-    def action(self) -> Action:
-        """The action that produces the message at its source and needs it at its target."""
-        return Action(ActionKind.FORWARD if self.direction == Direction.FORWARD else ActionKind.BACKWARD, self.chunk)
+    def channel(self) -> Channel:
+        return Channel(self.border, self.direction)
 
 
 MemoryCurve = tuple[tuple[float, int], ...]
@@ -88,6 +92,7 @@ class Timeline:
         memory: for every stage, its memory curve, empty if it is not known.
         budget: bytes that no device may exceed, if there is a limit.
         name: what to call the step in a heading.
+        placement: the parts of every stage; if not given, each has one.
     """
 
     source: Source
@@ -97,6 +102,11 @@ class Timeline:
     memory: tuple[MemoryCurve, ...] = ()
     budget: int | None = None
     name: str = ""
+    placement: Placement = Placement(())
+
+    def __post_init__(self) -> None:
+        if not self.placement.parts:
+            object.__setattr__(self, "placement", Placement.plain(len(self.spans)))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -110,6 +120,24 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds from the start of the step to the end of its last action."""
         return max((span.end for row in self.spans for span in row), default=0.0)
+
+    def part(self, stage: int, action: Action) -> int:
+        """The part at which a stage's action computes."""
+        return self.placement.parts[stage][0] if action.part is None else action.part
+
+    @cached_property
+    def messages_at(self) -> tuple[Mapping[tuple[Channel, int], Span], Mapping[tuple[Channel, int], Span]]:
+        """The spans that make, and those that take, what passes between parts, by channel and chunk."""
+        makes, takes = {}, {}
+        for stage, row in enumerate(self.spans):
+            for span in row:
+                flow = span.action.kind.row.flow
+                if flow is None:
+                    continue
+                part, back = self.part(stage, span.action), int(flow is Direction.BACKWARD)
+                makes[Channel(part - back, flow), span.action.chunk] = span
+                takes[Channel(part - 1 + back, flow), span.action.chunk] = span
+        return makes, takes
 
     @property
     def title(self) -> str:
@@ -153,20 +181,23 @@ def measured_timeline(
     origin = min((event.start for row in events for event in row), default=0.0)
     spans = []
     for stage, row in enumerate(events):
-        actions = [(Action.parse(event.action), event) for event in row]
-        spans.append(
-            tuple(
-                Span(
-                    action,
-                    event.start - origin,
-                    event.end - origin,
-                    layers=replica.recompute[stage][action.chunk] if action.kind == ActionKind.BACKWARD else 0,
-                )
-                for action, event in actions
-            )
-        )
+        found = []
+        for event in row:
+            action = Action.parse(event.action)
+            part = replica.placement.parts[stage][0] if action.part is None else action.part
+            layers = replica.recompute[part][action.chunk] if action.kind.row.recomputes else 0
+            found.append(Span(action, event.start - origin, event.end - origin, layers=layers))
+        spans.append(tuple(found))
     curves = tuple(tuple((max(seconds - origin, 0.0), size) for seconds, size in row) for row in memory)
-    return Timeline(Source.MEASURED, replica.pipelines, tuple(spans), memory=curves, budget=budget, name=name)
+    return Timeline(
+        Source.MEASURED,
+        replica.pipelines,
+        tuple(spans),
+        memory=curves,
+        budget=budget,
+        name=name,
+        placement=replica.placement,
+    )
 
 
 def to_json(timeline: Timeline) -> str:
@@ -182,7 +213,10 @@ def to_json(timeline: Timeline) -> str:
             for pipeline in timeline.pipelines
         ],
         "spans": [[[str(s.action), s.start, s.end, s.recompute, s.layers] for s in row] for row in timeline.spans],
-        "messages": [[m.source, m.direction.value, m.chunk, m.ready, m.start, m.end] for m in timeline.messages],
+        "placement": [list(parts) for parts in timeline.placement.parts],
+        "messages": [
+            [m.source, m.target, m.border, m.direction.value, m.chunk, m.ready, m.start, m.end] for m in timeline.messages
+        ],
         "memory": [[[seconds, size] for seconds, size in curve] for curve in timeline.memory],
     }
     return json.dumps(data, separators=(",", ":"))
@@ -235,9 +269,15 @@ def _timeline(data: Mapping[str, Any]) -> Timeline:
         messages=field(
             "messages",
             lambda messages: tuple(
-                Message(int(a), Direction(b), int(c), float(d), float(e), float(f)) for a, b, c, d, e, f in messages
+                Message(int(a), int(b), int(c), Direction(d), int(e), float(f), float(g), float(h))
+                for a, b, c, d, e, f, g, h in messages
             ),
-            "a list of [source stage, 'forward' or 'backward', chunk, ready, start, end]",
+            "a list of [source stage, target stage, border, 'forward' or 'backward', chunk, ready, start, end]",
+        ),
+        placement=field(
+            "placement",
+            lambda rows: Placement(tuple(tuple(map(int, row)) for row in rows)),
+            "a list, for every stage, of its parts",
         ),
         memory=field(
             "memory",
@@ -255,20 +295,31 @@ def _check(timeline: Timeline) -> None:
         raise TimelineError(f"the timeline has {timeline.num_stages} stages but {len(timeline.memory)} memory curves")
     if not all(chunk.slices for chunk in timeline.chunks):
         raise TimelineError("the timeline has a chunk without slices")
+    if timeline.placement.num_stages != timeline.num_stages:
+        raise TimelineError(
+            f"the timeline has {timeline.num_stages} stages, but its placement {timeline.placement.num_stages}"
+        )
+    if timeline.num_stages and (problem := timeline.placement.problem()) is not None:
+        raise TimelineError(problem)
     for stage, row in enumerate(timeline.spans):
         reached = 0.0
         for span in row:
             if span.action.chunk >= num_chunks:
                 raise TimelineError(f"stage {stage} runs {span.action}, but there are {num_chunks} chunks")
+            if span.action.part not in (None, *timeline.placement.parts[stage]):
+                raise TimelineError(f"stage {stage} runs {span.action}, but it does not have that part")
             if not reached <= span.start <= span.end < math.inf:
                 raise TimelineError(f"stage {stage}: the times of {span.action} are out of order")
             reached = span.end
-    actions = [{span.action for span in row} for row in timeline.spans]
+    stage_of = dict(enumerate(timeline.placement.stage_of))
+    makes, takes = timeline.messages_at
     for message in timeline.messages:
-        ends = (message.source, message.target)
-        if not all(0 <= stage < timeline.num_stages and message.action in actions[stage] for stage in ends):
+        channel, key = message.channel, (message.channel, message.chunk)
+        ends = (stage_of.get(channel.source), stage_of.get(channel.target))
+        if ends != (message.source, message.target) or key not in makes or key not in takes:
             raise TimelineError(
-                f"a message takes {message.action} from stage {ends[0]} to {ends[1]}, which do not both run it"
+                f"a {message.direction.value} message takes chunk {message.chunk} from stage {message.source} to "
+                f"{message.target} over border {message.border}, which do not both run it"
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from infinipipe.plan import ActionKind
+from infinipipe.plan import KINDS
 from infinipipe.timeline.breakdown import breakdown, exposed_communication
 from infinipipe.timeline.describe import ChunkDescription, describe_chunks
 from infinipipe.timeline.events import Span, Timeline
@@ -177,12 +177,11 @@ class _Panel:
         theme, x = self._theme, self._x(span.start)
         width = self._x(span.end) - x
         inner = max(width - (1.0 if width > 3 else 0.0), 0.5)
-        is_forward = span.action.kind is ActionKind.FORWARD
-        words = f"{'forward' if is_forward else 'backward'} of chunk {span.action.chunk} on stage {stage}"
+        words = f"{span.action.kind.row.name} of chunk {span.action.chunk} on {self._place(stage, span)}"
         title = (
             f"{words}, {readable_seconds(span.seconds)}; {chunk.kind}, {chunk.num_tokens:,} tokens; {chunk.slices[0]}"
         )
-        yield Box(x, y + 1, inner, ROW - 2, chunk.forward_color if is_forward else chunk.backward_color, title=title)
+        yield Box(x, y + 1, inner, ROW - 2, chunk.colors[span.action.kind.value], title=title)
         if span.recompute > 0 and width > 2:
             points = hatching(x, y + 1, inner * min(span.recompute / span.seconds, 1.0), ROW - 2)
             yield Lines(points, theme["recompute"], 1.4, pairs=True)
@@ -193,6 +192,10 @@ class _Panel:
         text = str(span.action)
         if width > 6 + 7.5 * len(text):
             yield Label(x + inner / 2, y + ROW / 2, text, theme["on-chunk"], 11, "middle")
+
+    def _place(self, stage: int, span: Span) -> str:
+        """Where a span computes, in words."""
+        return f"stage {stage}" if span.action.part is None else f"stage {stage}, part {span.action.part}"
 
     def _curve(self, y: float, stage: int, ceiling: float) -> Iterator[Shape]:
         timeline, theme, bottom = self._timeline, self._theme, y + CURVE
@@ -259,19 +262,25 @@ def _legend_entries(
     cut: ChunkDescription | None,
     packed: ChunkDescription | None,
 ) -> Iterator[tuple[str, Swatch]]:
-    def halves(chunk: ChunkDescription) -> Swatch:
-        return lambda x, y: [Box(x, y, 11, 13, chunk.forward_color), Box(x + 11, y, 11, 13, chunk.backward_color)]
+    spans = [span for timeline in timelines for row in timeline.spans for span in row]
+    kinds = [kind for kind in KINDS if any(span.action.kind is kind for span in spans)]
+    words = ", ".join(kind.row.name for kind in kinds)
+
+    def shades(chunk: ChunkDescription) -> Swatch:
+        width = 22 / max(len(kinds), 1)
+        return lambda x, y: [Box(x + i * width, y, width, 13, chunk.colors[k.value]) for i, k in enumerate(kinds)]
 
     def box(fill: str, edge: str | None = None) -> Swatch:
         return lambda x, y: [Box(x, y, 22, 13, fill, edge)]
 
     if cut is not None:
-        yield "slices, a colour a sequence: forward, backward", halves(cut)
+        yield f"slices, a colour a sequence: {words}", shades(cut)
     if packed is not None:
-        yield "packed sequences: forward, backward", halves(packed)
+        yield f"packed sequences: {words}", shades(packed)
     sample = cut or packed
-    if sample is not None and any(span.layers > 0 for t in timelines for row in t.spans for span in row):
-        fill = sample.backward_color
+    again = next((span for span in spans if span.layers > 0), None)
+    if sample is not None and again is not None:
+        fill = sample.colors[again.action.kind.value]
         yield (
             "recompute",
             lambda x, y: [

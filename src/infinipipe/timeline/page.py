@@ -8,6 +8,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
+from infinipipe.plan import KINDS
 from infinipipe.timeline.breakdown import breakdown, exposed_communication
 from infinipipe.timeline.describe import describe_chunks
 from infinipipe.timeline.events import Timeline
@@ -36,10 +37,14 @@ def _view(timeline: Timeline) -> dict[str, Any]:
         "source": timeline.source.value,
         "makespan": timeline.makespan,
         "budget": timeline.budget,
+        "kinds": {kind.value: row.name for kind, row in KINDS.items()},
         "chunks": [asdict(chunk) for chunk in describe_chunks(timeline)],
         "stages": [
             {
-                "spans": [[s.action.kind.value, s.action.chunk, s.start, s.end, s.recompute, s.layers] for s in row],
+                "spans": [
+                    [s.action.kind.value, s.action.chunk, s.start, s.end, s.recompute, s.layers, s.action.part]
+                    for s in row
+                ],
                 "exposed": list(exposed[stage].values()),
                 "memory": timeline.memory[stage] if timeline.memory else [],
                 "peak": timeline.peak(stage),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infinipipe.plan import ActionKind
 from infinipipe.timeline.describe import describe_chunks
 from infinipipe.timeline.events import Timeline
 
@@ -32,7 +31,7 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X",
                 "name": str(span.action),
-                "cat": "forward" if span.action.kind is ActionKind.FORWARD else "backward",
+                "cat": span.action.kind.row.name,
                 "pid": process,
                 "tid": stage,
                 "ts": span.start * MICROSECONDS,
@@ -74,10 +73,10 @@ def _metadata(name: str, process: int, arguments: dict[str, Any], thread: int = 
 
 def _arrows(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """A flow from the action that sends each message to the action that needs it."""
-    at = [{span.action: span for span in row} for row in timeline.spans]
+    makes, takes = timeline.messages_at
     for number, message in enumerate(timeline.messages):
         common = {"name": f"{message.direction} message", "cat": "message", "id": f"{process}.{number}", "pid": process}
-        sender, receiver = at[message.source][message.action], at[message.target][message.action]
+        sender, receiver = makes[message.channel, message.chunk], takes[message.channel, message.chunk]
         computing = (sender.start + sender.recompute + sender.end) / 2
         yield common | {"ph": "s", "tid": message.source, "ts": computing * MICROSECONDS}
         yield common | {"ph": "f", "bp": "e", "tid": message.target, "ts": receiver.start * MICROSECONDS}

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from infinipipe.model import Stage, build_stage
-from infinipipe.plan import ChunkKind, Plan
+from infinipipe.plan import ChunkKind, Placement, Plan
 from infinipipe.runtime import Batch, Executor, Parameters, connect, step_locally
 from infinipipe.verify.reference import float64_kept, plain_model, reference_step, relative_error
 
@@ -64,7 +64,8 @@ def make_batch(case: Case) -> Batch:
 def make_stage(case: Case, index: int) -> Stage:
     """Stage ``index`` of a case's model, in the precision of its master weights."""
     dtype = torch.promote_types(getattr(torch, case.dtype), torch.float32)
-    return build_stage(case.config, case.plan.stage_layers, index, dtype=dtype, seed=case.seed)
+    parts = case.plan.placement.parts[index]
+    return build_stage(case.config, case.plan.stage_layers, parts, dtype=dtype, seed=case.seed)
 
 
 def precision(case: Case) -> Any:
@@ -73,11 +74,10 @@ def precision(case: Case) -> Any:
 
 
 def stage_gradients(stage: Stage, parameters: Parameters) -> dict[str, Tensor]:
-    """A stage's gradients; the head's copy of a tied weight appears as a share of the embedding's gradient."""
-    gradients = {name: parameter.grad for name, parameter in parameters.named() if parameter.grad is not None}
-    if stage.tied and stage.is_last and not stage.is_first:
-        gradients["model.embed_tokens.weight"] = gradients.pop("lm_head.weight")
-    return gradients
+    """A stage's gradients; the head's copy of a shared weight appears as a share of the embedding's gradient."""
+    return {
+        stage.stored_name(name): parameter.grad for name, parameter in parameters.named() if parameter.grad is not None
+    }
 
 
 def merge(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -105,10 +105,11 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
     parts, loss = [], 0.0
     for replica in case.plan.replicas:
         executors, stages = [], [make_stage(case, index) for index in range(case.plan.num_stages)]
-        for stage, transport in zip(stages, connect(case.plan.num_stages), strict=True):
+        for index, (stage, transport) in enumerate(zip(stages, connect(case.plan.num_stages), strict=True)):
             executors.append(
                 Executor(
                     stage,
+                    index,
                     transport,
                     Parameters(stage, getattr(torch, case.dtype)),
                     loss_block_tokens=case.loss_block_tokens,
@@ -129,11 +130,19 @@ def features(case: Case) -> frozenset[str]:
     """What a case exercises, by name."""
     plan, found = case.plan, set()
     batch = make_batch(case)
-    if case.config.tie_word_embeddings and plan.num_stages > 1:
+    placement = plan.placement
+    if case.config.tie_word_embeddings and placement.stage_of[0] != placement.stage_of[-1]:
         found.add("tied embeddings")
+    if case.config.tie_word_embeddings and placement.stage_of[0] == placement.stage_of[-1] and plan.num_stages > 1:
+        found.add("tied embeddings on one stage")
+    if plan.num_parts > plan.num_stages > 1:
+        per_stage = len(placement.parts[0])
+        found |= {name for name, make in PLACEMENT_FEATURES.items() if placement == make(plan.num_stages, per_stage)}
     if 1 in plan.lengths and 2 in plan.lengths:
         found.add("sequences of 1 and 2 tokens")
     for replica in plan.replicas:
+        if any(action.kind.row.leaves_behind for actions in replica.actions for action in actions):
+            found.add("split backward")
         if len(replica.pipelines) > 1:
             found.add("several pipelines")
         if len(replica.chunks) < plan.num_stages:
@@ -156,3 +165,6 @@ def features(case: Case) -> frozenset[str]:
         if any(len(set(group)) < len(group) for group in sizes.values()):
             found.add("equal slices recomputed")
     return frozenset(found)
+
+
+PLACEMENT_FEATURES = {"interleaved": Placement.interleaved, "v-shape": Placement.v_shaped}

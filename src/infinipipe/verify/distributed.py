@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,7 @@ from infinipipe.runtime import (
     Mesh,
     Parameters,
     ShardedParameters,
-    sync_tied_gradients,
+    sync_shared_gradients,
 )
 from infinipipe.verify.cases import Case, Outcome, compare, make_batch, make_stage, merge, precision, stage_gradients
 from infinipipe.verify.pool import WorkerPool
@@ -46,19 +47,21 @@ def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tu
         return 0.0, {}
     stage = make_stage(case, mesh.stage)
     parameters = make_parameters(stage, mesh, getattr(torch, case.dtype), policy)
-    executor = Executor(stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard)
+    executor = Executor(
+        stage, mesh.stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard
+    )
     batch = make_batch(case)
     mine = case.plan.replicas if layout.replicas == 1 else [case.plan.replicas[mesh.replica]]
     with precision(case):
         loss = sum(executor.step(replica, batch).loss_sum for replica in mine)
-    sync_tied_gradients(stage, parameters, mesh)
+    sync_shared_gradients(stage, parameters, mesh)
     gradients = {
         name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         for name, gradient in stage_gradients(stage, parameters).items()
     }
-    if stage.tied and stage.is_last and not stage.is_first:
-        first_has_it_all = gradients.pop("model.embed_tokens.weight")
-        assert first_has_it_all.isfinite().all()
+    if stage.shared is not None and not stage.shared.is_owned:
+        owner_has_it_all = gradients.pop(stage.shared.stored_as)
+        assert owner_has_it_all.isfinite().all()
     return loss, gradients if mesh.replica == mesh.sequence == 0 else {}
 
 
@@ -66,7 +69,8 @@ def run_in_pool(
     pool: WorkerPool, case: Case, layout: Layout | None = None, *, policy: GatherPolicy = "keep"
 ) -> Outcome:
     """Run a case with a process for every place of the layout, by default one for every stage of the plan."""
-    layout = (layout or Layout(stages=case.plan.num_stages)).for_heads(case.config.num_attention_heads)
+    layout = layout or Layout(stages=case.plan.num_stages)
+    layout = replace(layout, placement=case.plan.placement).for_heads(case.config.num_attention_heads)
     results = pool.run(run_stage, case, layout, policy)
     num_supervised = max(1, make_batch(case).num_supervised)
     loss = sum(loss for loss, _ in results) / num_supervised

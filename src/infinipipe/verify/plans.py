@@ -5,7 +5,43 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from infinipipe.plan import Chunk, Pipeline, Plan, ReplicaPlan, Slice, build_replica, cut, default_warmup, whole
+from infinipipe.plan import (
+    Chunk,
+    Pipeline,
+    Placement,
+    Plan,
+    ReplicaPlan,
+    Slice,
+    build_replica,
+    cut,
+    default_warmup,
+    whole,
+)
+
+OF_PARTS = ("interleaved", "zero-bubble")
+"""Schedules for any placement."""
+SCHEDULES = ("1f1b", "1f1b", "gpipe", *OF_PARTS)
+
+
+def random_placement(rng: random.Random, num_stages: int) -> Placement:
+    """Any placement over so many stages: plain, interleaved, v-shaped or without any pattern."""
+    per_stage = rng.randint(2, 3)
+    parts = list(range(num_stages * per_stage))
+    rng.shuffle(parts)
+    scattered = Placement(tuple(tuple(sorted(parts[s::num_stages])) for s in range(num_stages)))
+    choices = (
+        Placement.plain(num_stages),
+        Placement.interleaved(num_stages, per_stage),
+        Placement.v_shaped(num_stages, per_stage),
+        scattered,
+    )
+    return rng.choice(choices)
+
+
+def random_layers(rng: random.Random, num_layers: int, num_parts: int) -> tuple[int, ...]:
+    """Layers of every part, some perhaps without any."""
+    borders = sorted(rng.randint(0, num_layers) for _ in range(num_parts - 1))
+    return tuple(b - a for a, b in zip([0, *borders], [*borders, num_layers], strict=True))
 
 
 def random_borders(rng: random.Random, length: int, num_slices: int) -> list[int]:
@@ -55,15 +91,23 @@ def random_replica(
     *,
     max_slices: int = 5,
     recompute: str = "random",
+    placement: Placement | None = None,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> ReplicaPlan:
-    """A valid plan of one replica; ``recompute`` is ``none``, ``all`` or ``random`` per stage and chunk."""
+    """A valid plan of one replica; ``recompute`` is ``none``, ``all`` or ``random`` per part and chunk.
+
+    The schedule is one of ``schedules``, of which those that schedule one part on each stage are left out for a ``placement`` of
+    several.
+    """
     order = list(sequences)
     rng.shuffle(order)
     num_pipelines = rng.randint(1, min(3, max(1, len(order))))
     groups = [order[i::num_pipelines] for i in range(num_pipelines)] if order else []
     pipelines = [Pipeline(tuple(random_chunks(rng, lengths, group, max_slices=max_slices))) for group in groups]
-    num_stages = len(stage_layers)
-    schedule = rng.choice(["1f1b", "1f1b", "gpipe"])
+    placement = placement or Placement.plain(len(stage_layers))
+    num_stages = placement.num_stages
+    usable = schedules if placement.is_plain else [name for name in schedules if name in OF_PARTS]
+    schedule = rng.choice(usable)
     warmup = None
     if schedule == "1f1b" and pipelines and rng.random() < 0.3:
         longest = max((default_warmup(p.chunks, num_stages) for p in pipelines), key=sum)
@@ -72,7 +116,9 @@ def random_replica(
     num_chunks = sum(len(pipeline.chunks) for pipeline in pipelines)
     choose = {"none": lambda layers: 0, "all": lambda layers: layers, "random": lambda layers: rng.randint(0, layers)}
     rows = [[choose[recompute](layers) for _ in range(num_chunks)] for layers in stage_layers]
-    return build_replica(pipelines, num_stages, schedule=schedule, warmup=warmup, recompute=rows)
+    if schedule in OF_PARTS and rng.random() < 0.3:
+        warmup = [rng.randint(0, 4) for _ in range(num_stages)]
+    return build_replica(pipelines, placement, schedule=schedule, warmup=warmup, recompute=rows)
 
 
 def random_plan(
@@ -83,6 +129,8 @@ def random_plan(
     max_slices: int = 5,
     recompute: str = "random",
     num_replicas: int = 1,
+    placement: Placement | None = None,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> Plan:
     """A valid plan of a step; sequences are dealt to replicas at random, so that a replica may get none."""
     homes = [rng.randrange(num_replicas) for _ in lengths]
@@ -94,6 +142,8 @@ def random_plan(
             stage_layers,
             max_slices=max_slices,
             recompute=recompute,
+            placement=placement,
+            schedules=schedules,
         )
         for replica in range(num_replicas)
     )

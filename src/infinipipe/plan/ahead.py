@@ -2,8 +2,8 @@
 
 Both are read off the last stage's need: before the backward at position ``j`` of the backward order it must have computed
 ``need[j]`` forwards. 1F1B gives a stage one forward more than the stage after it, so that every difference between two
-chunks' times stops all stages; two absorb it. It also keeps the window of the most finely cut sequence to the end of the
-pipeline, though later sequences need less.
+chunks' times stops all stages; two absorb it. It also keeps as many chunks in flight as the most finely cut sequence needs to the end
+of the pipeline, though later sequences need less.
 
 Their ``warmup`` is, for every stage, how many forwards it runs ahead of the last stage's need; two for each later stage if not given.
 """
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infinipipe.plan import Action, Backward, Chunk, Forward, backward_order, cut_sequences, register_schedule
-from infinipipe.planner.memory import IntArray
+from infinipipe.plan.placement import Placement
+from infinipipe.plan.program import Integers
+from infinipipe.plan.schedules import backward_order, register_schedule, require_one_part
+from infinipipe.plan.types import Action, Backward, Chunk, Forward, cut_sequences
 
 LEAD = 2
 
@@ -25,41 +27,43 @@ def lead(num_stages: int, per_stage: float) -> tuple[int, ...]:
     return tuple(int(np.ceil(per_stage * (num_stages - 1 - stage))) for stage in range(num_stages))
 
 
-@register_schedule("window")
-def shrinking_window(
-    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+@register_schedule("tapered")
+def tapered(
+    pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
 ) -> list[list[Action]]:
-    """Forwards and backwards in turn, in a window that shrinks with the most finely cut sequence still to come."""
+    """Forwards and backwards in turn, with ever fewer chunks in flight: as many as the most finely cut sequence still to come asks for."""
+    require_one_part(placement, "tapered")
     chunks = [chunk for pipeline in pipelines for chunk in pipeline]
     order = backward_order(chunks)
     splits = {index: len(places) for places in cut_sequences(chunks).values() for index in places}
     own = np.array([splits.get(index, 1) for index in order], np.int64)
     depth = np.maximum.accumulate(own[::-1])[::-1]
-    window = np.maximum.accumulate(np.maximum(np.arange(len(order)) + depth, _need(order)))
-    ahead = warmup if warmup is not None else lead(num_stages, LEAD)
-    return _interleave(order, [window + extra for extra in ahead])
+    before = np.maximum.accumulate(np.maximum(np.arange(len(order)) + depth, _need(order)))
+    ahead = warmup if warmup is not None else lead(placement.num_stages, LEAD)
+    return _interleave(order, [before + extra for extra in ahead])
 
 
 @register_schedule("lookahead")
 def lookahead(
-    pipelines: Sequence[Sequence[Chunk]], num_stages: int, warmup: Sequence[int] | None = None
+    pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
 ) -> list[list[Action]]:
     """Forwards as late as the last stage's need a few backwards ahead allows: the least memory of these schedules."""
+    require_one_part(placement, "lookahead")
     chunks = [chunk for pipeline in pipelines for chunk in pipeline]
     order = backward_order(chunks)
     need = _need(order)
-    ahead = warmup if warmup is not None else lead(num_stages, LEAD)
+    ahead = warmup if warmup is not None else lead(placement.num_stages, LEAD)
     places = np.arange(len(order))
     return _interleave(order, [need[np.minimum(places + extra, len(order) - 1)] for extra in ahead])
 
 
-def _need(order: Sequence[int]) -> IntArray:
+def _need(order: Sequence[int]) -> Integers:
     """Forwards that must precede the backward at each position."""
-    need: IntArray = np.maximum.accumulate(np.array(order, np.int64) + 1)
+    need: Integers = np.maximum.accumulate(np.array(order, np.int64) + 1)
     return need
 
 
-def _interleave(order: Sequence[int], before: Sequence[IntArray]) -> list[list[Action]]:
+def _interleave(order: Sequence[int], before: Sequence[Integers]) -> list[list[Action]]:
     """Action lists with ``before[stage][j]`` forwards ahead of the backward at position ``j``, ascending in ``j``."""
     count = len(order)
     forwards = [Forward(index) for index in range(count)]
