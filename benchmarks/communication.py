@@ -26,12 +26,12 @@ from infinipipe.model import Stage, build_stage
 from infinipipe.plan import ActionKind, Plan, ReplicaPlan, Send, operations
 from infinipipe.runtime import Batch, Executor, Layout, Mesh, sync_tied_gradients
 from infinipipe.runtime.gradients import gradient_norm
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 from infinipipe.train.optimizer import build_optimizer
 from infinipipe.train.settings import OptimizerSettings
-from infinipipe.verify.distributed import get_mesh, make_parameters
+from infinipipe.verify.distributed import make_parameters
 from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.plans import random_plan
-from infinipipe.verify.pool import WorkerPool
 
 LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)]
 """Replicas, stages, sequence-parallel processes."""

@@ -28,8 +28,8 @@ from infinipipe.model import build_stage
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut
 from infinipipe.planner.memory import check
 from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, ProcessGroupTransport, pair_groups
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.runtime.transport import PairGroups
-from infinipipe.verify.pool import WorkerPool
 
 NUM_WORKERS = 4
 LOSS_BLOCK_TOKENS = 64

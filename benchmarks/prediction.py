@@ -44,8 +44,9 @@ from infinipipe.profile.workers import (
     time_messages,
     timed_run,
 )
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.simulate import Engine, simulate
-from infinipipe.verify import WorkerPool, random_plan
+from infinipipe.verify import random_plan
 
 MOST_RUNS = 20
 """Undisturbed runs of a plan that are enough."""

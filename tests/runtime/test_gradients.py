@@ -11,9 +11,9 @@ import torch
 from infinipipe.cost import even_stages
 from infinipipe.plan import Plan
 from infinipipe.runtime import Executor, Layout, Parameters, clip_gradients, gradient_norm, sync_tied_gradients
-from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan
+from infinipipe.runtime.pool import WorkerPool, get_mesh
+from infinipipe.verify import FAMILIES, Case, random_plan
 from infinipipe.verify.cases import make_batch, make_stage, precision
-from infinipipe.verify.distributed import get_mesh
 from infinipipe.verify.reference import plain_model, reference_step
 
 

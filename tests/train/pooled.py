@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.train.job import Job
 from infinipipe.train.loop import Run
 from infinipipe.train.settings import ParallelSettings, Settings
-from infinipipe.verify.pool import WorkerPool
 
 Record = dict[str, Any]
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinipipe.cli.main import main
 from infinipipe.cli.train import read_settings
+from infinipipe.runtime.pool import WorkerError
 from infinipipe.train.convert import export
 from infinipipe.train.reference import plain_losses
 from infinipipe.train.settings import Settings
-from infinipipe.verify.pool import WorkerError
 
 from .pooled import Record, Workers, change, losses, read_records, run, with_parallel
 

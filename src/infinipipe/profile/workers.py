@@ -26,8 +26,7 @@ from infinipipe.runtime import (
     Parameters,
     Recorder,
 )
-from infinipipe.verify.distributed import get_mesh
-from infinipipe.verify.pool import WorkerPool
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 """Sizes of the messages that are timed."""

@@ -17,11 +17,11 @@ from infinipipe.plan import PlanError, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
 from infinipipe.rehearse.transport import MessageSeconds, ModelledTransport
 from infinipipe.runtime import Batch, Event, Executor, Parameters, ProcessGroupTransport, Recorder, pair_groups
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.runtime.transport import PairGroups
 from infinipipe.settings import SettingError, require_above
 from infinipipe.simulate import Engine
 from infinipipe.timeline import Timeline, measured_timeline
-from infinipipe.verify.pool import WorkerPool
 
 MAX_STAGES = 16
 """Most stages, each a process of its own."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,14 +16,8 @@ from infinipipe.runtime import (
     ShardedParameters,
     sync_tied_gradients,
 )
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 from infinipipe.verify.cases import Case, Outcome, compare, make_batch, make_stage, merge, precision, stage_gradients
-from infinipipe.verify.pool import WorkerPool
-
-
-@lru_cache(maxsize=32)
-def get_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
-    """The mesh of a layout, made once for a worker's life; the first call is a collective of all workers."""
-    return Mesh(layout, device_type)
 
 
 def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
