@@ -10,7 +10,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from infinipipe.model import Stage
 from infinipipe.model.weights import write_index, write_shard
@@ -27,9 +27,9 @@ def save_model(
     stage: Stage,
     parameters: Parameters,
     config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Path,
 ) -> None:
-    """Write weights, configuration and tokenizer so that ``from_pretrained`` loads them; ``tokenizer`` is rank 0's.
+    """Write weights, configuration and the files of the folder ``tokenizer`` so that ``from_pretrained`` loads them.
 
     Master weights are written, those of a stage by one of its processes. ``directory`` is replaced at the end, when all shards
     are there. Raises ``ValueError`` if it cannot be written.
@@ -42,12 +42,11 @@ def save_model(
         beside.mkdir(parents=True)
 
     def complete(sizes: list[dict[str, int]]) -> None:
-        assert tokenizer is not None, "rank 0 has the tokenizer"
         write_index(sizes, beside)
         config.architectures = [type(stage.model).__name__]
         config.dtype = next(parameters.named())[1].dtype
         config.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+        shutil.copytree(tokenizer, beside, dirs_exist_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
         beside.rename(directory)
 

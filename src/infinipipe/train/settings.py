@@ -227,6 +227,11 @@ class TrainSettings:
         if not self.resume:
             raise SettingError("train.resume is empty; give auto, never or the path of a checkpoint")
 
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.stop_after or self.steps
+
 
 @dataclass(frozen=True)
 class Settings:
