@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinipipe.model import Stage, build_stage
-from infinipipe.plan import ActionKind, Plan, ReplicaPlan, Send, operations
-from infinipipe.runtime import Batch, Executor, Layout, Mesh, sync_tied_gradients
+from infinipipe.plan import Plan, ReplicaPlan, Send
+from infinipipe.runtime import Batch, Executor, Layout, Mesh, sync_shared_gradients
 from infinipipe.runtime.gradients import gradient_norm
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 from infinipipe.train.optimizer import build_optimizer
 from infinipipe.train.settings import OptimizerSettings
-from infinipipe.verify.distributed import get_mesh, make_parameters
+from infinipipe.verify.distributed import make_parameters
 from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.plans import random_plan
-from infinipipe.verify.pool import WorkerPool
 
 LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2)]
 """Replicas, stages, sequence-parallel processes."""
@@ -78,16 +78,18 @@ def expected_bytes(stage: Stage, replica: ReplicaPlan, layout: Layout, parameter
     """Bytes that one process of ``stage`` sends in a step; ``parameters`` and ``tied`` are whole numbers of elements."""
     config, sequence = stage.model.config, layout.sequence
     rows = {number: -(-chunk.num_tokens // sequence) for number, chunk in enumerate(replica.chunks)}
-    sends = [op for op in operations(replica, stage.index) if isinstance(op, Send)]
+    place = replica.placement.parts.index(stage.parts)
+    sends = [op for op in replica.program.operations(place) if isinstance(op, Send)]
     messages = sum(rows[send.chunk] for send in sends) * stage.hidden_size * FLOAT32
     ulysses = layout.ulysses or layout.sequence
     kv_heads = math.lcm(config.num_key_value_heads, ulysses)
     width = 2 * (config.num_attention_heads + kv_heads) * config.head_dim
-    recompute = replica.recompute[stage.index]
-    passes = sum(
-        rows[action.chunk] * (stage.num_layers + (recompute[action.chunk] if action.kind == ActionKind.BACKWARD else 0))
-        for action in replica.actions[stage.index]
-    )
+    (part,) = stage.parts
+    passes = 0
+    for action in replica.actions[place]:
+        row, layers = action.kind.row, replica.recompute[part][action.chunk]
+        times = (row.flow is not None) * stage.stage_layers[part] + row.recomputes * layers
+        passes += rows[action.chunk] * times
     other = (sequence - 1) / sequence
     reduced = parameters * other + 2 * parameters / sequence * (layout.replicas - 1) / layout.replicas
     return {
@@ -113,9 +115,10 @@ def measure(rank: int, plan: Plan, layout: Layout, changes: dict[str, Any]) -> d
     mesh: Mesh = get_mesh(layout)
     gc.collect()
     before = live_bytes()
-    stage = build_stage(FAMILIES["qwen3"](**changes), plan.stage_layers, mesh.stage, seed=0)
+    stage = build_stage(FAMILIES["qwen3"](**changes), plan.stage_layers, mesh.parts, seed=0)
     own = sum(p.numel() for p in stage.model.parameters())
-    tied = 0 if stage.tied_parameter is None else stage.tied_parameter.numel()
+    shared = dict(stage.model.named_parameters())
+    tied = 0 if stage.shared is None else shared[stage.shared.name].numel()
     parameters = make_parameters(stage, mesh, torch.float32, "keep")
     executor = Executor(stage, mesh.transport(), parameters, shard=mesh.shard)
     optimizer = build_optimizer((p for _, p in parameters.named()), OptimizerSettings())
@@ -125,7 +128,7 @@ def measure(rank: int, plan: Plan, layout: Layout, changes: dict[str, Any]) -> d
     parameters.zero_grad()
     with Sent() as sent:
         executor.step(replica, batch)
-        sync_tied_gradients(stage, parameters, mesh)
+        sync_shared_gradients(stage, parameters, mesh)
         gradient_norm(stage, parameters, mesh)
     optimizer.step()
     parameters.publish()

@@ -20,7 +20,8 @@ import torch
 from infinipipe.cost import even_stages
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
 from infinipipe.runtime import GatherPolicy, Layout
-from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan, run_in_pool
+from infinipipe.runtime.pool import WorkerPool
+from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool
 
 LENGTHS = (1, 2, 3, 17, 41, 64, 89, 137, 200)
 

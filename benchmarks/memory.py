@@ -25,11 +25,11 @@ from transformers import LlamaConfig
 
 from infinipipe.cost import ModelShape, flop_cost
 from infinipipe.model import build_stage
-from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut
+from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut
 from infinipipe.planner.memory import check
-from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, ProcessGroupTransport, pair_groups
-from infinipipe.runtime.transport import PairGroups
-from infinipipe.verify.pool import WorkerPool
+from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, ProcessGroupTransport, channel_groups
+from infinipipe.runtime.pool import WorkerPool
+from infinipipe.runtime.transport import ChannelGroups
 
 NUM_WORKERS = 4
 LOSS_BLOCK_TOKENS = 64
@@ -87,9 +87,9 @@ def make_plan(stage_layers: Sequence[int], sequences: int, length: int, slices: 
 
 
 @lru_cache(maxsize=1)
-def groups() -> PairGroups:
+def groups() -> ChannelGroups:
     """A worker's communicators; all workers make them at once."""
-    return pair_groups([range(NUM_WORKERS)])
+    return channel_groups([range(NUM_WORKERS)], Placement.plain(NUM_WORKERS))
 
 
 def connect(rank: int) -> None:
@@ -100,7 +100,7 @@ def connect(rank: int) -> None:
 def measure_stage(rank: int, model: Model, plan: Plan) -> int:
     """A worker's part: run a step as stage ``rank`` and return its peak of live bytes."""
     stage = build_stage(model.config(), plan.stage_layers, rank)
-    transport = ProcessGroupTransport(range(plan.num_stages), groups())
+    transport = ProcessGroupTransport(range(plan.num_stages), groups(), plan.placement)
     executor = Executor(stage, transport, Parameters(stage), loss_block_tokens=LOSS_BLOCK_TOKENS)
     generator = torch.Generator().manual_seed(0)
     batch = Batch.from_tokens([torch.randint(0, model.vocab, (n,), generator=generator) for n in plan.lengths])

@@ -38,12 +38,12 @@ from infinipipe.cost import (
     typical_length,
 )
 from infinipipe.cost.presets import MODELS, RESIDENT_CHUNK_SHARE, preset
+from infinipipe.plan.ahead import lead
 from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
 from infinipipe.planner.chunking import balanced_chunking
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.draft import Draft, sequence_time
 from infinipipe.planner.memory import BudgetError
-from infinipipe.plan.ahead import lead
 from infinipipe.planner.solvers import close_gap, solve, solve_exactly
 from infinipipe.simulate import simulate_plan
 

@@ -33,7 +33,7 @@ import numpy as np
 from transformers import LlamaConfig
 
 from infinipipe.cost import AnalyticCost
-from infinipipe.plan import ActionKind, Plan, ReplicaPlan
+from infinipipe.plan import COLUMNS, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
@@ -44,8 +44,9 @@ from infinipipe.profile.workers import (
     time_messages,
     timed_run,
 )
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.simulate import Engine, simulate
-from infinipipe.verify import WorkerPool, random_plan
+from infinipipe.verify import random_plan
 
 MOST_RUNS = 20
 """Undisturbed runs of a plan that are enough."""
@@ -120,14 +121,12 @@ def measure(setup: Setup, known: Sequence[Plan], unknown: Sequence[Plan], until:
 def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> float:
     """The step time that the simulator puts together from the measured actions."""
     replica: ReplicaPlan = plan.replicas[0]
-    forward, backward = np.zeros((2, plan.num_stages, len(replica.chunks)))
-    samples = iter(plan_samples(plan, runs))
-    for stage, actions in enumerate(replica.actions):
-        for action in actions:
-            table = forward if action.kind is ActionKind.FORWARD else backward
-            table[stage, action.chunk] = next(samples).seconds
+    seconds = {column: np.zeros((plan.num_stages, len(replica.chunks))) for column in COLUMNS}
+    number = {chunk: index for index, chunk in enumerate(replica.chunks)}
+    for sample in plan_samples(plan, runs):
+        seconds[sample.column][sample.stage, number[sample.chunk]] = sample.seconds
     message = [cost.message_seconds(chunk.num_tokens) for chunk in replica.chunks]
-    return Engine(replica).makespan(forward, backward, message)
+    return Engine(replica).makespan(seconds, message)
 
 
 def difference(runs: Sequence[Run]) -> float:

@@ -19,7 +19,7 @@ from infinipipe.cost import tabulate
 from infinipipe.cost.presets import preset
 from infinipipe.planner import PlannerSettings, plan_step
 from infinipipe.rehearse import rehearse
-from infinipipe.verify import WorkerPool
+from infinipipe.runtime.pool import WorkerPool
 
 SHORTEST_SECONDS = 0.02
 CONTEXT = 48_000

@@ -174,14 +174,18 @@ def test_halves_of_a_backward_add_up_to_it() -> None:
     cost = make_cost()
     for chunk in CHUNKS:
         for part in range(3):
-            whole, first, second = (cost.pass_seconds(name, chunk, part) for name in ("backward", "backward_input", "backward_weight"))
+            whole, first, second = (
+                cost.pass_seconds(name, chunk, part) for name in ("backward", "backward_input", "backward_weight")
+            )
             assert first + second == pytest.approx(whole)
             assert 0 < second < first
     measured = dataclasses.replace(cost, backward_weight=PassTime(pair=0.0, token=1e-5, chunk=1e-5))
     chunk = CHUNKS[3]
     second = measured.pass_seconds("backward_weight", chunk, 0)
     assert second == pytest.approx(2 * (80e-5 + 1e-5))
-    assert measured.pass_seconds("backward_input", chunk, 0) + second == pytest.approx(cost.pass_seconds("backward", chunk, 0))
+    assert measured.pass_seconds("backward_input", chunk, 0) + second == pytest.approx(
+        cost.pass_seconds("backward", chunk, 0)
+    )
 
 
 def test_operands_of_weight_gradients_are_those_of_every_linear_layer() -> None:
@@ -205,7 +209,9 @@ def test_a_first_half_needs_what_piles_up_behind_recomputed_layers() -> None:
     assert peaks[1] == pytest.approx(max(peaks[0] - saving, peaks[3]), abs=2)
     table = tabulate(cost, CHUNKS)
     for layers in range(4):
-        at = table.transient_at("backward_input", np.minimum(np.array(cost.stage_layers)[:, None], np.full((3, 4), layers)))
+        at = table.transient_at(
+            "backward_input", np.minimum(np.array(cost.stage_layers)[:, None], np.full((3, 4), layers))
+        )
         for part, count in enumerate(cost.stage_layers):
             expected = [cost.transient_bytes("backward_input", chunk, part, min(layers, count)) for chunk in CHUNKS]
             np.testing.assert_allclose(at[part], expected, atol=1.0)
@@ -215,7 +221,9 @@ def test_parts_on_one_stage_share_its_states() -> None:
     tied = dataclasses.replace(SHAPE, tied=True, layers=8)
     plain = state_bytes(tied, (2, 2, 2, 2))
     placed = state_bytes(tied, (2, 2, 2, 2), Placement.v_shaped(2))
-    assert placed[0] == plain[0] + plain[3] - 16 * tied.embedding_weights, "the weight that both ends share is there once"
+    assert placed[0] == plain[0] + plain[3] - 16 * tied.embedding_weights, (
+        "the weight that both ends share is there once"
+    )
     assert placed[1] == plain[1] + plain[2]
     cost = flop_cost(tied, (2, 2, 2, 2), placement=Placement.v_shaped(2))
     assert cost.states == placed
@@ -225,7 +233,8 @@ def test_parts_on_one_stage_share_its_states() -> None:
 
 def test_a_file_keeps_the_placement(tmp_path: Path) -> None:
     cost = dataclasses.replace(
-        flop_cost(SHAPE, (2, 2, 2, 2), placement=Placement.interleaved(2)), backward_weight=PassTime(pair=0.0, token=1e-6)
+        flop_cost(SHAPE, (2, 2, 2, 2), placement=Placement.interleaved(2)),
+        backward_weight=PassTime(pair=0.0, token=1e-6),
     )
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost

@@ -20,7 +20,8 @@ def stage_operations(shape: ModelShape, split: tuple[int, ...], context: int) ->
     """Forward and backward of every stage, as the cost model has them."""
     cost, chunk = flop_cost(shape, split, flops_per_second=1.0), Chunk((Slice(0, 0, context, context),))
     return [
-        round(cost.pass_seconds("forward", chunk, stage) + cost.pass_seconds("backward", chunk, stage)) for stage in range(len(split))
+        round(cost.pass_seconds("forward", chunk, stage) + cost.pass_seconds("backward", chunk, stage))
+        for stage in range(len(split))
     ]
 
 

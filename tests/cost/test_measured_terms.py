@@ -48,7 +48,10 @@ def test_a_context_costs_a_call_more() -> None:
 
 def test_head_and_loss_have_a_fixed_cost() -> None:
     plain, dearer = measured(), measured(head_chunk=0.5)
-    extra = [dearer.pass_seconds("forward", CHUNKS[0], stage) - plain.pass_seconds("forward", CHUNKS[0], stage) for stage in (0, 1)]
+    extra = [
+        dearer.pass_seconds("forward", CHUNKS[0], stage) - plain.pass_seconds("forward", CHUNKS[0], stage)
+        for stage in (0, 1)
+    ]
     assert extra == pytest.approx([0.0, 0.5])
     assert dearer.chunk_seconds() == pytest.approx(plain.chunk_seconds() + 2 * 0.5)
 
@@ -91,5 +94,6 @@ def test_a_file_keeps_every_term(tmp_path: Path) -> None:
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost
     np.testing.assert_array_equal(
-        tabulate(load_cost(tmp_path / "cost.json"), CHUNKS).seconds["backward"], tabulate(cost, CHUNKS).seconds["backward"]
+        tabulate(load_cost(tmp_path / "cost.json"), CHUNKS).seconds["backward"],
+        tabulate(cost, CHUNKS).seconds["backward"],
     )

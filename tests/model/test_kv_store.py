@@ -42,7 +42,7 @@ def test_gradients_of_later_slices_reach_earlier_ones_and_the_store_ends_empty()
         store.settle(7, 0, start, 0, *own)
         assert torch.equal(own[0][start:, 0, 0], expected[start:stop])
         assert torch.equal(own[1][start:, 0, 0], -expected[start:stop])
-    store.check_empty()
+    assert not store.sequences
 
 
 def test_a_window_settles_only_what_it_reaches() -> None:
@@ -88,7 +88,8 @@ def test_other_violations_of_order_raise() -> None:
         store.read(7, 0, 0, 5)
     with pytest.raises(RuntimeError, match=r"backward of \[0, 4\) when \[.., 10\) is due"):
         store.settle(7, 0, 0, 0, rows(0, 4), rows(0, 4))
-    with pytest.raises(RuntimeError, match=r"still holds the sequences \[7\]"):
-        store.check_empty()
-    store.release(7)
-    store.check_empty()
+    assert store.sequences == [7]
+    store.release(7, range(1, 5))
+    assert store.sequences == [7], "other layers' are left"
+    store.release(7, range(5))
+    assert not store.sequences

@@ -181,7 +181,11 @@ BROKEN: list[tuple[str, Callable[[], Plan], str]] = [
     ("stage without a part", lambda: _placed(((0, 1, 2, 3), ())), "leaves stage 1 without a part"),
     ("unnamed part", lambda: _placed(((0, 2), (1, 3)), "F0"), "the stage has the parts 0, 2; the action must name one"),
     ("other stage's part", lambda: _placed(((0, 2), (1, 3)), "F0@1"), "has the parts 0, 2"),
-    ("handed over before it is made", lambda: _placed(((0, 1), (2, 3)), "F0@1 F0@0 B0@1 B0@0"), "waits for F0@0, which comes"),
+    (
+        "handed over before it is made",
+        lambda: _placed(((0, 1), (2, 3)), "F0@1 F0@0 B0@1 B0@0"),
+        "waits for F0@0, which comes",
+    ),
     ("replicas placed otherwise", lambda: _two_placements(), "replica 1 places parts otherwise"),
     ("crossing messages", lambda: swap_actions(1, "F3 B3 F0 F1 F2 B2 B1 B0"), "messages cross"),
     ("deadlock", lambda: _deadlocked(), "deadlock"),
@@ -196,7 +200,7 @@ def _placed(parts: tuple[tuple[int, ...], ...], first: str | None = None) -> Pla
     if first is not None:
         rows[0] = tuple(map(Action.parse, first.split()))
     if parts == ((0, 1), (2, 3)):
-        rows[1] = tuple(map(Action.parse, "F0@2 F0@3 B0@3 B0@2".split()))
+        rows[1] = tuple(map(Action.parse, ["F0@2", "F0@3", "B0@3", "B0@2"]))
     return Plan((1,) * 4, lengths, (replace(replica, actions=tuple(rows), placement=Placement(parts)),))
 
 

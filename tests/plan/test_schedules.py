@@ -191,7 +191,12 @@ def test_messages_pair_up_in_number_order_and_size(seed: int, num_stages: int) -
     programs = [replica.program.operations(stage) for stage in range(num_stages)]
     sent, received = (
         {
-            channel: [(stage, o.chunk, o.num_tokens) for stage, p in enumerate(programs) for o in p if isinstance(o, kind) and o.channel == channel]
+            channel: [
+                (stage, o.chunk, o.num_tokens)
+                for stage, p in enumerate(programs)
+                for o in p
+                if isinstance(o, kind) and o.channel == channel
+            ]
             for channel in replica.program.channels
         }
         for kind in (Send, Receive)

@@ -68,14 +68,14 @@ def test_options_that_a_cost_model_does_not_heed_are_refused(tmp_path: Path) -> 
     save_cost(preset("7b-a100", 2, sequence_parallel=4), path)
     agreeing = PlanOptions("lengths.txt", path, stages=2, sequence_parallel=4)
     assert read_cost(agreeing, [100]) == read_cost(PlanOptions("lengths.txt", path), [100])
-    with pytest.raises(ValueError, match=r"stages is 3, but .* is of stages 2; leave --stages away, or profile for 3"):
+    with pytest.raises(ValueError, match=r"stages is 3, but .* is of stages 2; omit --stages, or profile for 3"):
         read_cost(PlanOptions("lengths.txt", path, stages=3), [100])
     with pytest.raises(ValueError, match=r"sequence_parallel is 8, but .* is of sequence_parallel 4"):
         read_cost(PlanOptions("lengths.txt", path, sequence_parallel=8), [100])
     with pytest.raises(ValueError, match=r"chunk_seconds is 0\.0, but the cost file"):
         read_cost(PlanOptions("lengths.txt", path, chunk_seconds=0.0), [100])
     for model in (path, "7b-a100"):
-        with pytest.raises(ValueError, match=r"flops_per_second is .* leave --flops_per_second away"):
+        with pytest.raises(ValueError, match=r"flops_per_second is .* omit --flops_per_second"):
             read_cost(PlanOptions("lengths.txt", model, flops_per_second=1e12), [100])
 
 

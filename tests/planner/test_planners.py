@@ -8,11 +8,11 @@ import pytest
 from infinipipe.cost import AnalyticCost, Link
 from infinipipe.cost.presets import preset
 from infinipipe.plan import Plan, PlanError, num_splits
+from infinipipe.plan.ahead import lead
 from infinipipe.planner import PLANNERS, BudgetError, PlannerSettings, check, plan_replica, plan_step, split_by_time
 from infinipipe.planner.chunking import SequenceTime
 from infinipipe.planner.compare import UNPIPED, compare, ideal_seconds
 from infinipipe.planner.draft import Draft
-from infinipipe.plan.ahead import lead
 from infinipipe.simulate import simulate_plan
 
 GB = 10**9

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from infinipipe.cost import AnalyticCost, ModelShape, flop_cost
 from infinipipe.plan import ActionKind, Chunk, ReplicaPlan, Slice
+from infinipipe.plan.ahead import lead
 from infinipipe.planner.chunking import SequenceTime, balanced_chunking
 from infinipipe.planner.draft import Draft
 from infinipipe.planner.recompute import aggregated_bound
-from infinipipe.plan.ahead import lead
 from infinipipe.planner.solvers import solve, solve_exactly, solve_quickly, solve_relaxation
 
 SHAPE = ModelShape(layers=6, hidden=64, intermediate=192, heads=8, kv_heads=4, head_dim=8, vocab=100)

@@ -47,7 +47,9 @@ def test_the_time_of_a_slice_is_the_cost_models(windows: tuple[int, ...], sequen
     time = sequence_time(cost, LENGTH)
     for start, stop in ((0, 100), (0, LENGTH), (100, 700), (LENGTH // 2, LENGTH)):
         chunk = Chunk((Slice(0, start, stop, LENGTH),))
-        seconds = sum(cost.pass_seconds("forward", chunk, s) + cost.pass_seconds("backward", chunk, s) for s in range(3))
+        seconds = sum(
+            cost.pass_seconds("forward", chunk, s) + cost.pass_seconds("backward", chunk, s) for s in range(3)
+        )
         assert time(start, stop) == pytest.approx(seconds - cost.chunk_seconds(), rel=1e-9)
 
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.cost import AnalyticCost, MemoryUse, ModelShape, PassTime
-from infinipipe.plan import ActionKind
 from infinipipe.profile.design import Design, halton
-from infinipipe.profile.fit import Sample, fit_link, fit_pass
+from infinipipe.profile.fit import Sample, fit_link, fit_pass, fit_weight
 from infinipipe.profile.regression import nonnegative_least_squares, robust_fit
 from infinipipe.settings import SettingError
 
@@ -56,15 +55,15 @@ def layout_samples(stage_layers: tuple[int, ...], windows: tuple[int, ...] = ())
     for plan in DESIGN.plans(stage_layers):
         replica = plan.replicas[0]
         for stage, actions in enumerate(replica.actions):
-            for action in actions:
-                chunk, backward = replica.chunks[action.chunk], action.kind is ActionKind.BACKWARD
-                layers = min(replica.recompute[stage][action.chunk], 1 + action.chunk % 3) if backward else 0
-                seconds = cost.pass_seconds("forward", chunk, stage)
-                if backward:
-                    seconds = cost.pass_seconds("backward", chunk, stage) + cost.recompute_seconds(chunk, stage, layers)
+            columns = [(action, action.kind.row.cost) for action in actions]
+            columns += [(action, "backward") for action in actions if action.kind.row.leaves_behind]
+            for action, column in columns:
+                chunk, again = replica.chunks[action.chunk], action.kind.row.recomputes
+                layers = min(replica.recompute[stage][action.chunk], 1 + action.chunk % 3) if again else 0
+                seconds = cost.pass_seconds(column, chunk, stage) + cost.recompute_seconds(chunk, stage, layers)
                 ends = (stage == 0, stage == len(stage_layers) - 1)
                 own = cost.layer_windows[stage]
-                samples.append(Sample(action.kind, chunk, stage_layers[stage], layers, *ends, seconds, own))
+                samples.append(Sample(column, chunk, stage_layers[stage], layers, *ends, seconds, own))
     return samples
 
 
@@ -97,24 +96,34 @@ def test_noise_that_only_adds_does_not_pull_the_fit_below_the_median() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (256,), (256, 256, 0)])
-@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
-def test_the_truth_is_found(kind: ActionKind, windows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_truth_is_found(kind: str, windows: tuple[int, ...]) -> None:
     samples = samples_of(windows)
     fit = fit_pass(samples[::2], samples[1::2], kind)
-    expected = {ActionKind.FORWARD: FORWARD, ActionKind.BACKWARD: BACKWARD}[kind]
+    expected = {"forward": FORWARD, "backward": BACKWARD}[kind]
     assert fit.held_out.error_p90 < 1e-6
     assert not fit.quality.warnings
     for name in ("pair", "context", "token", "chunk", "reach", "resumed", "head_chunk"):
         assert getattr(fit.time, name) == pytest.approx(getattr(expected, name), rel=1e-3, abs=1e-13), name
-    if kind is ActionKind.BACKWARD:
+    if kind == "backward":
         assert fit.recompute is not None
         assert fit.recompute.token == pytest.approx(RECOMPUTE.token, rel=1e-3)
         assert fit.recompute.pair == pytest.approx(RECOMPUTE.pair, rel=1e-3)
 
 
+def test_the_second_half_of_a_backward_is_found() -> None:
+    found = fit_weight(samples_of())
+    assert found is not None
+    time, quality = found
+    assert quality.error_p90 < 1e-6
+    assert time.token == pytest.approx(BACKWARD.token / 2)
+    assert time.chunk == pytest.approx(BACKWARD.chunk / 4)
+    assert fit_weight([sample for sample in samples_of() if sample.column != "backward_weight"]) is None
+
+
 def test_one_layout_cannot_tell_the_embedding_apart() -> None:
     samples = layout_samples((2, 3))
-    fit = fit_pass(samples[::2], samples[1::2], ActionKind.FORWARD)
+    fit = fit_pass(samples[::2], samples[1::2], "forward")
     assert fit.held_out.error_p90 < 1e-3
     assert fit.time.embedding_token == 0
     assert fit.time.token == pytest.approx(FORWARD.token + FORWARD.embedding_token / 2, rel=1e-2)
@@ -126,7 +135,7 @@ def test_inefficient_small_chunks_are_found() -> None:
         return dataclasses.replace(sample, seconds=sample.seconds + sample.layers * 2e-6 * missing)
 
     samples = [slower(sample) for sample in samples_of()]
-    fit = fit_pass(samples[::2], samples[1::2], ActionKind.FORWARD)
+    fit = fit_pass(samples[::2], samples[1::2], "forward")
     assert fit.time.full == 512
     assert fit.time.short == pytest.approx(2e-6, rel=0.01)
 
@@ -136,14 +145,14 @@ def test_what_the_form_cannot_express_is_warned_of() -> None:
         return dataclasses.replace(sample, seconds=sample.seconds * (2.0 if sample.chunk.context else 1.0))
 
     samples = [dataclasses.replace(odd(sample)) for sample in samples_of()]
-    fit = fit_pass(samples, samples, ActionKind.FORWARD)
+    fit = fit_pass(samples, samples, "forward")
     assert any("context" in warning or "tokens" in warning for warning in fit.quality.warnings), fit.quality
 
 
 def test_too_few_points_are_refused() -> None:
     samples = samples_of()[:8]
     with pytest.raises(ValueError, match="measure more plans"):
-        fit_pass(samples, samples, ActionKind.BACKWARD)
+        fit_pass(samples, samples, "backward")
 
 
 def test_a_link_has_latency_and_bandwidth() -> None:

@@ -13,10 +13,11 @@ from infinipipe.cost import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.files import save_cost
 from infinipipe.plan import Backward, Chunk, Forward, Pipeline, Plan, PlanError, ReplicaPlan, build_replica, save, whole
 from infinipipe.rehearse import MAX_STAGES, rehearse
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.settings import SettingError
 from infinipipe.simulate import simulate
 from infinipipe.timeline import load
-from infinipipe.verify import WorkerPool, random_plan
+from infinipipe.verify import random_plan
 
 STAGES = 4
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.plan import Direction
+from infinipipe.plan import Channel, Direction
 from infinipipe.rehearse import transport
 from infinipipe.rehearse.transport import ModelledTransport
 from infinipipe.runtime.transport import Incoming
+
+CHANNEL = Channel(0, Direction.FORWARD)
 
 
 class Clock:
@@ -33,12 +35,10 @@ class Loop:
     def __init__(self) -> None:
         self.sent: deque[Tensor] = deque()
 
-    def receive(
-        self, direction: Direction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Incoming:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Incoming:
         return Received(self.sent)
 
-    def send(self, direction: Direction, tensor: Tensor) -> None:
+    def send(self, channel: Channel, tensor: Tensor) -> None:
         self.sent.append(tensor)
 
     def finish(self) -> None: ...
@@ -66,11 +66,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def receive(link: ModelledTransport, tokens: int) -> Incoming:
-    return link.receive(Direction.FORWARD, (tokens, 2), torch.float64, torch.device("cpu"))
+    return link.receive(CHANNEL, (tokens, 2), torch.float64, torch.device("cpu"))
 
 
 def send(link: ModelledTransport, tokens: int) -> None:
-    link.send(Direction.FORWARD, torch.zeros(tokens, 2, dtype=torch.float64))
+    link.send(CHANNEL, torch.zeros(tokens, 2, dtype=torch.float64))
 
 
 def test_a_transfer_starts_when_both_ends_are_there(clock: Clock) -> None:

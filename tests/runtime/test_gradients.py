@@ -10,10 +10,10 @@ import torch
 
 from infinipipe.cost import even_stages
 from infinipipe.plan import Plan
-from infinipipe.runtime import Executor, Layout, Parameters, clip_gradients, gradient_norm, sync_tied_gradients
-from infinipipe.verify import FAMILIES, Case, WorkerPool, random_plan
+from infinipipe.runtime import Executor, Layout, Parameters, clip_gradients, gradient_norm, sync_shared_gradients
+from infinipipe.runtime.pool import WorkerPool, get_mesh
+from infinipipe.verify import FAMILIES, Case, random_plan
 from infinipipe.verify.cases import make_batch, make_stage, precision
-from infinipipe.verify.distributed import get_mesh
 from infinipipe.verify.reference import plain_model, reference_step
 
 
@@ -36,7 +36,7 @@ def _train(rank: int, case: Case, steps: int, max_norm: float) -> tuple[list[flo
         parameters.zero_grad()
         with precision(case):
             executor.step(case.plan.replicas[0], make_batch(case))
-        sync_tied_gradients(stage, parameters, mesh)
+        sync_shared_gradients(stage, parameters, mesh)
         norms.append(clip_gradients(stage, parameters, mesh, max_norm))
         assert gradient_norm(stage, parameters, mesh) <= max_norm * (1 + 1e-9)
         optimizer.step()

@@ -69,7 +69,9 @@ def equal_chunks(num_chunks: int) -> tuple[list[int], tuple[Chunk, ...]]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8, split: bool = True, parts: bool = True) -> Plan:
+def plans(
+    draw: st.DrawFn, *, max_stages: int = 5, max_sequences: int = 8, split: bool = True, parts: bool = True
+) -> Plan:
     """Valid plans of one replica: cut and whole sequences, hybrid chunks, several pipelines, any warm-up and recompute.
 
     Some have backwards in two halves if ``split``, several parts on each stage if ``parts``.

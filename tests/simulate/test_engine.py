@@ -148,9 +148,7 @@ def unit_seconds(replica: ReplicaPlan) -> Tables:
 def busy_from_to(replica: ReplicaPlan) -> tuple[float, list[float]]:
     """The makespan, and every stage's idle time between its first and its last action."""
     times = Engine(replica).times(unit_seconds(replica), np.zeros(len(replica.chunks)))
-    idle = [
-        float(end[-1] - start[0] - (end - start).sum()) for start, end in zip(times.start, times.end, strict=True)
-    ]
+    idle = [float(end[-1] - start[0] - (end - start).sum()) for start, end in zip(times.start, times.end, strict=True)]
     return times.makespan, idle
 
 
@@ -169,7 +167,7 @@ def test_known_bubbles_of_zero_bubble_schedules(num_stages: int) -> None:
     assert makespan(p, "1f1b")[0] == 3 * count + 3 * (p - 1)
     assert makespan(p, "interleaved")[0] == 3 * count + 3 * (p - 1)
     assert makespan(p, "zero-bubble")[0] == 3 * count + (p - 1)
-    ahead = makespan(p, "zero-bubble", [2 * p - 2] * p)
+    ahead = makespan(p, "zero-bubble", [2 * (p - 1 - stage) for stage in range(p)])
     assert ahead[0] == 3 * count + (p - 1)
     assert max(ahead[1]) == 0
     v_shaped = makespan(Placement.v_shaped(p), "zero-bubble")
@@ -203,7 +201,7 @@ def test_parts_of_one_stage_hand_over_without_a_message() -> None:
 def test_a_channel_is_no_part_of_another() -> None:
     """Interleaved over two stages, borders 0 and 2 both lead from stage 0 to stage 1: neither waits for the other."""
     lengths = (4, 4)
-    chunks = tuple(Chunk((piece,)) for piece in cut(0, 4, [2])) + (Chunk(whole(lengths, [1])),)
+    chunks = (*(Chunk((piece,)) for piece in cut(0, 4, [2])), Chunk(whole(lengths, [1])))
     replica = build_replica([Pipeline(chunks)], Placement.interleaved(2), schedule="interleaved")
     channels = {channel for channel, _, _ in replica.program.links}
     assert len(channels) == 6

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.plan import Chunk, Direction, Pipeline, Plan, PlanError, build_replica, cut, whole
-from infinipipe.plan.types import ActionKind
+from infinipipe.plan import Channel, Chunk, Direction, Pipeline, Placement, Plan, PlanError, build_replica, cut, whole
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.simulate import Simulation, simulate, simulate_plan
 from infinipipe.timeline import Span
@@ -30,13 +29,13 @@ class BareCost(RoundCost):
 
     transient: int = 0
 
-    def activation_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return chunk.num_tokens * (1 + self.stage_layers[stage] - layers)
+    def activation_bytes(self, chunk: Chunk, part: int, layers: int) -> int:
+        return chunk.num_tokens * (1 + self.stage_layers[part] - layers)
 
-    def forward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
-        return self.transient * chunk.num_tokens
+    def weight_operand_bytes(self, chunk: Chunk, part: int) -> int:
+        return chunk.num_tokens
 
-    def backward_transient_bytes(self, chunk: Chunk, stage: int, layers: int) -> int:
+    def transient_bytes(self, column: str, chunk: Chunk, part: int, layers: int) -> int:
         return self.transient * chunk.num_tokens
 
 
@@ -103,7 +102,8 @@ def test_memory_of_a_cut_sequence_by_hand() -> None:
 @given(plan=plans())
 def test_memory_is_what_lives_at_each_moment(plan: Plan) -> None:
     """At the middle of every action, the curve is the sum of all that lives then, found anew for that moment."""
-    replica, cost = plan.replicas[0], RoundCost(plan.stage_layers)
+    replica = plan.replicas[0]
+    cost = RoundCost(plan.stage_layers, placed=plan.placement)
     simulation = simulate(replica, cost)
     for stage, row in enumerate(simulation.timeline.spans):
         curve = simulation.timeline.memory[stage]
@@ -116,29 +116,46 @@ def test_memory_is_what_lives_at_each_moment(plan: Plan) -> None:
 
 
 def _living(simulation: Simulation, cost: RoundCost, plan: Plan, stage: int, moment: float) -> int:
-    timeline, replica = simulation.timeline, plan.replicas[0]
-    spans = timeline.spans[stage]
-    forward = {s.action.chunk: s for s in spans if s.action.kind is ActionKind.FORWARD}
-    backward = {s.action.chunk: s for s in spans if s.action.kind is ActionKind.BACKWARD}
     total = cost.state_bytes(stage)
+    for part in plan.placement.parts[stage]:
+        total += _living_at(simulation, cost, plan, stage, part, moment)
+    return total + _buffers(simulation, cost, stage, moment)
+
+
+def _spans(simulation: Simulation, stage: int, part: int, letters: str) -> dict[int, Span]:
+    """The spans of a part by chunk, of the kinds with those letters."""
+    timeline = simulation.timeline
+    return {
+        span.action.chunk: span
+        for span in timeline.spans[stage]
+        if timeline.part(stage, span.action) == part and span.action.kind.value in letters
+    }
+
+
+def _living_at(simulation: Simulation, cost: RoundCost, plan: Plan, stage: int, part: int, moment: float) -> int:
+    timeline, recompute = simulation.timeline, plan.replicas[0].recompute[part]
+    forward, backward, weight = (_spans(simulation, stage, part, letters) for letters in ("F", "BI", "W"))
+    total = 0
     slices: dict[int, list[int]] = {}
     for index, chunk in enumerate(timeline.chunks):
-        layers = replica.recompute[stage][index]
+        layers = recompute[index]
         if forward[index].start <= moment < backward[index].end:
-            total += cost.activation_bytes(chunk, stage, layers)
-        if _runs(forward[index], moment):
-            total += cost.transient_bytes("forward", chunk, stage, layers)
-        if _runs(backward[index], moment):
-            total += cost.transient_bytes("backward", chunk, stage, layers)
+            total += cost.activation_bytes(chunk, part, layers)
+        if index in weight and backward[index].end <= moment < weight[index].end:
+            total += cost.weight_operand_bytes(chunk, part)
+        for column, spans in (("forward", forward), ("backward", backward), ("backward_weight", weight)):
+            if index in spans and _runs(spans[index], moment):
+                column = spans[index].action.kind.row.cost
+                total += cost.transient_bytes(column, chunk, part, layers)
         if chunk.partial is not None:
             slices.setdefault(chunk.partial.sequence, []).append(index)
     for sequence, indices in slices.items():
         last_start = timeline.chunks[indices[-1]].slices[0].start
         if forward[indices[0]].start <= moment < backward[indices[0]].end:
-            total += cost.kv_bytes(plan.lengths[sequence], stage)
+            total += cost.kv_bytes(plan.lengths[sequence], part)
         if backward[indices[-1]].start <= moment < backward[indices[0]].end:
-            total += cost.dkv_bytes(last_start, stage)
-    return total + _buffers(simulation, cost, stage, moment)
+            total += cost.dkv_bytes(last_start, part)
+    return total
 
 
 def _runs(span: Span, moment: float) -> bool:
@@ -146,69 +163,75 @@ def _runs(span: Span, moment: float) -> bool:
 
 
 def _buffers(simulation: Simulation, cost: RoundCost, stage: int, moment: float) -> int:
+    """Messages at both their ends, and what the stage's parts have handed over to each other."""
     timeline = simulation.timeline
+    makes, _ = timeline.messages_at
     total = 0
-    previous_use = dict.fromkeys(Direction, 0.0)
-    starts = [0.0, *(span.start for span in timeline.spans[stage])]
+    previous_use: dict[Channel, float] = {}
     ends = [0.0, *(span.end for span in timeline.spans[stage])]
-    seen = dict.fromkeys(Direction, 0)
-    sent = {(m.source, m.direction, m.chunk): m for m in timeline.messages}
+    sent = {(m.channel, m.chunk): m for m in timeline.messages}
+    stage_of = timeline.placement.stage_of
     for position, span in enumerate(timeline.spans[stage]):
-        is_forward = span.action.kind is ActionKind.FORWARD
-        direction = Direction.FORWARD if is_forward else Direction.BACKWARD
+        flow, part = span.action.kind.row.flow, timeline.part(stage, span.action)
+        if flow is None:
+            continue
         size = cost.message_bytes(timeline.chunks[span.action.chunk].num_tokens)
-        if (stage + (-1 if is_forward else 1), direction, span.action.chunk) in sent:
-            posted = previous_use[direction] if seen[direction] else ends[max(position - 1, 0)]
-            if posted <= moment < (starts[position + 1] if is_forward else span.end):
-                total += size
-            seen[direction] += 1
-            previous_use[direction] = ends[position]
-        message = sent.get((stage, direction, span.action.chunk))
-        if message is not None and span.end <= moment < message.end:
-            total += size
+        is_forward = flow is Direction.FORWARD
+        given = Channel(part if is_forward else part - 1, flow)
+        taken = Channel(part - 1 if is_forward else part, flow)
+        until = span.start if is_forward else span.end
+        if (taken, span.action.chunk) in sent:
+            posted = previous_use.get(taken, ends[max(position - 1, 0)])
+            total += size * (posted <= moment < until)
+            previous_use[taken] = ends[position]
+        elif (taken, span.action.chunk) in makes and stage_of[taken.source] == stage:
+            total += size * (makes[taken, span.action.chunk].end <= moment < until)
+        message = sent.get((given, span.action.chunk))
+        if message is not None:
+            total += size * (span.end <= moment < message.end)
     return total
 
 
 @given(plan=plans())
 def test_properties_of_any_simulation(plan: Plan) -> None:
-    replica, cost = plan.replicas[0], RoundCost(plan.stage_layers)
+    replica, cost = plan.replicas[0], RoundCost(plan.stage_layers, placed=plan.placement)
     simulation = simulate(replica, cost)
     assert simulation == simulate(replica, cost), "simulation is deterministic"
     timeline = simulation.timeline
-    computed = {(stage, span.action): span for stage, row in enumerate(timeline.spans) for span in row}
     for row in timeline.spans:
         for before, after in itertools.pairwise(row):
             assert before.end <= after.start
         assert sum(span.seconds for span in row) <= timeline.makespan * (1 + 1e-12)
+    makes, takes = timeline.messages_at
     for message in timeline.messages:
-        kind = ActionKind.FORWARD if message.direction == Direction.FORWARD else ActionKind.BACKWARD
-        produced = next(
-            s for s in timeline.spans[message.source] if s.action.kind is kind and s.action.chunk == message.chunk
-        )
-        used = computed[message.target, produced.action]
+        produced, used = makes[message.channel, message.chunk], takes[message.channel, message.chunk]
+        assert produced in timeline.spans[message.source]
+        assert used in timeline.spans[message.target]
         assert produced.end <= message.ready <= message.start <= message.end <= used.start
+    stage_of = plan.placement.stage_of
+    between = sum(a != b for a, b in itertools.pairwise(stage_of))
+    assert len(timeline.messages) == 2 * between * len(replica.chunks)
     for index, chunk in enumerate(replica.chunks):
+        columns = {span.action.kind.row.cost for row in timeline.spans for span in row if span.action.chunk == index}
         path = sum(
-            cost.pass_seconds("forward", chunk, stage)
-            + cost.pass_seconds("backward", chunk, stage)
-            + cost.recompute_seconds(chunk, stage, replica.recompute[stage][index])
-            for stage in range(plan.num_stages)
+            sum(cost.pass_seconds(column, chunk, part) for column in columns - {"backward_weight"})
+            + cost.recompute_seconds(chunk, part, replica.recompute[part][index])
+            for part in range(plan.num_parts)
         )
-        path += 2 * (plan.num_stages - 1) * cost.message_seconds(chunk.num_tokens)
-        assert path <= timeline.makespan * (1 + 1e-12), "every chunk goes through all stages and back"
+        path += 2 * between * cost.message_seconds(chunk.num_tokens)
+        assert path <= timeline.makespan * (1 + 1e-12), "every chunk goes through all parts and back"
     for stage in simulation.stages:
         assert stage.total == pytest.approx(timeline.makespan)
         assert min(stage.communication, stage.warmup_bubble, stage.steady_bubble, stage.cooldown_bubble) >= -1e-9
 
 
 @given(plan=plans())
-def test_links_carry_one_message_at_a_time(plan: Plan) -> None:
-    simulation = simulate(plan.replicas[0], RoundCost(plan.stage_layers, message_latency=5.0))
-    links: dict[tuple[int, Direction], float] = {}
-    for message in simulation.timeline.messages:
-        link = (message.source, message.direction)
-        assert message.start >= links.get(link, 0.0)
-        links[link] = message.end
+def test_channels_carry_one_message_at_a_time(plan: Plan) -> None:
+    cost = RoundCost(plan.stage_layers, message_latency=5.0, placed=plan.placement)
+    free: dict[Channel, float] = {}
+    for message in simulate(plan.replicas[0], cost).timeline.messages:
+        assert message.start >= free.get(message.channel, 0.0)
+        free[message.channel] = message.end
 
 
 @given(plan=plans(), latency=st.sampled_from([0.0, 0.25, 5.0, 200.0]), transient=st.integers(0, 3))
@@ -216,7 +239,7 @@ def test_the_planner_promises_no_less_memory_than_the_simulation_uses(
     plan: Plan, latency: float, transient: int
 ) -> None:
     """However slow the links are, and however little an action needs while it runs."""
-    cost = BareCost(plan.stage_layers, message_latency=latency, transient=transient)
+    cost = BareCost(plan.stage_layers, message_latency=latency, transient=transient, placed=plan.placement)
     promised = replica_peaks(plan.replicas[0], cost)
     for used, most in zip(simulate(plan.replicas[0], cost).peaks, promised, strict=True):
         assert used <= most
@@ -240,6 +263,11 @@ def test_a_cost_model_of_other_stages_is_refused() -> None:
         simulate(replica, RoundCost((1, 1, 1)))
     with pytest.raises(PlanError, match="cost model of"):
         simulate_plan(Plan((1, 1), tuple(lengths), (replica,)), RoundCost((2, 1)))
+    v, interleaved = Placement.v_shaped(2), Placement.interleaved(2)
+    with pytest.raises(
+        PlanError, match=r"places the parts \[\[0, 3\], \[1, 2\]\] on its stages, the cost model \[\[0, 2\], \[1, 3\]\]"
+    ):
+        simulate(build_replica([Pipeline(chunks)], v, schedule="interleaved"), RoundCost((1,) * 4, placed=interleaved))
 
 
 def test_two_thousand_chunks_on_eight_stages_take_less_than_a_second() -> None:

@@ -138,5 +138,5 @@ def test_the_page_shows_all_colours(theme: str, browser: str, page: Path, simula
     for name in ("bubble", "link", "memory-fill", "packed"):
         assert counts.get(THEMES[theme][name], 0) > 30, name
     for chunk in describe_chunks(simulated):
-        assert counts[chunk.forward_color] > 20
-        assert counts[chunk.backward_color] > 50
+        assert counts[chunk.colors["F"]] > 20
+        assert counts[chunk.colors["B"]] > 50

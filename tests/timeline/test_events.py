@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from infinipipe.plan import ReplicaPlan
-from infinipipe.simulate import Simulation
+from infinipipe.cost import Link, ModelShape, flop_cost
+from infinipipe.plan import Chunk, Pipeline, Placement, ReplicaPlan, build_replica, cut, whole
+from infinipipe.simulate import Simulation, simulate
 from infinipipe.timeline import Source, Timeline, TimelineError, breakdown, from_json, load, save, to_json
+from infinipipe.timeline.figure import draw
+from infinipipe.timeline.page import html_page
+from infinipipe.timeline.svg import to_svg
+from infinipipe.timeline.trace import chrome_trace
 
 
 def test_timelines_survive_json(simulated: Timeline, measured: Timeline, tmp_path: Path) -> None:
@@ -36,6 +41,30 @@ def test_parts_of_a_stage_add_up(simulation: Simulation, measured: Timeline) -> 
     assert simulation.stages[0].recompute > 0
 
 
+def test_halves_of_backwards_and_parts_are_told_apart(tmp_path: Path) -> None:
+    lengths = [40, 30]
+    chunks = (*(Chunk((piece,)) for piece in cut(0, 40, [20])), Chunk(whole(lengths, [1])))
+    replica = build_replica([Pipeline(chunks)], Placement.v_shaped(2), schedule="zero-bubble")
+    shape = ModelShape(layers=8, hidden=64, intermediate=176, heads=4, kv_heads=2, head_dim=16, vocab=100)
+    link = Link(latency=2e-3)
+    cost = flop_cost(shape, (2, 2, 2, 2), flops_per_second=1e9, message=link, placement=Placement.v_shaped(2))
+    simulation = simulate(replica, cost)
+    timeline = simulation.timeline
+    assert from_json(to_json(timeline)) == timeline
+    assert all(stage.weight > 0 for stage in simulation.stages)
+    assert all(stage.total == pytest.approx(timeline.makespan) for stage in simulation.stages)
+    assert {(m.source, m.target, m.border) for m in timeline.messages} == {(0, 1, 0), (1, 0, 2), (0, 1, 2), (1, 0, 0)}
+    svg, trace = to_svg(draw([timeline])), json.loads(chrome_trace([timeline]))["traceEvents"]
+    assert "backward of the weights of chunk 0 on stage 0, part 3" in svg
+    assert {event["cat"] for event in trace if event["ph"] == "X"} == {
+        "forward",
+        "backward of the input",
+        "backward of the weights",
+    }
+    assert sum(event["ph"] == "s" for event in trace) == len(timeline.messages)
+    assert '"W":"backward of the weights"' in html_page([timeline])
+
+
 def test_without_messages_communication_is_bubble(simulation: Simulation) -> None:
     blind = breakdown(replace(simulation.timeline, messages=()))
     for stage, without in zip(simulation.stages, blind, strict=True):
@@ -58,7 +87,11 @@ def test_without_messages_communication_is_bubble(simulation: Simulation) -> Non
             "field 'spans' must be a list, for every stage, of .action, start, end",
         ),
         ({"spans": [[["Z0", 0.0, 1.0, 0.0, 0]], []]}, "field 'spans' is malformed: action 'Z0' is not"),
-        ({"messages": [[0, "up", 0, 0.0, 0.0, 0.0]]}, "field 'messages' must be a list of .source stage"),
+        ({"messages": [[0, 1, 0, "up", 0, 0.0, 0.0, 0.0]]}, "field 'messages' must be a list of .source stage"),
+        ({"messages": [[1, 0, 0, "forward", 0, 0.0, 0.0, 0.0]]}, "do not both run it"),
+        ({"placement": [[0], [2]]}, "must name every part from 0 on exactly once"),
+        ({"placement": [[0]]}, "the timeline has 2 stages, but its placement 1"),
+        ({"spans": [[["F0@1", 0.0, 1.0, 0.0, 0]], []], "messages": []}, "runs F0@1, but it does not have that part"),
         ({"messages": [{}]}, "field 'messages' must be a list of .source stage"),
         ({"memory": [[0.0, 1], []]}, "field 'memory' must be a list, for every stage, of .seconds, bytes."),
         ({"spans": [[["F99", 0.0, 1.0, 0.0, 0]], []], "messages": []}, "there are 9 chunks"),

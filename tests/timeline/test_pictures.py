@@ -26,9 +26,9 @@ def test_chunks_are_described_and_coloured_by_sequence(simulated: Timeline) -> N
     assert chunks[1].slices == ("sequence 0, slice 2 of 4, tokens 3,000 to 5,500 of 9,000",)
     assert chunks[5].slices[1] == "sequence 2, all 500 tokens"
     assert (chunks[1].context, chunks[8].pipeline) == (3000, 1)
-    assert len({chunk.forward_color for chunk in chunks[:4]}) == 1
-    assert chunks[0].forward_color != chunks[4].forward_color
-    assert chunks[0].forward_color != chunks[0].backward_color
+    assert len({chunk.colors["F"] for chunk in chunks[:4]}) == 1
+    assert chunks[0].colors["F"] != chunks[4].colors["F"]
+    assert len({chunks[0].colors[kind] for kind in "FBW"}) == 3
     assert oklch(1.0, 0.0, 0.0) == "#ffffff"
     assert oklch(0.0, 0.0, 0.0) == "#000000"
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from infinipipe.runtime import Batch
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.train.job import Job
+from infinipipe.train.leader import Leader
 from infinipipe.train.loop import Run
 from infinipipe.train.settings import ParallelSettings, Settings
-from infinipipe.verify.pool import WorkerPool
 
 Record = dict[str, Any]
 
@@ -26,12 +30,12 @@ class Workers:
     def __init__(self) -> None:
         self._pool: WorkerPool | None = None
 
-    def run(self, settings: Settings, *, largest_file: int | None = None) -> None:
-        """Run to the end, unable to write files of more than ``largest_file`` bytes. Raises ``WorkerError``."""
+    def run(self, settings: Settings, *, largest_file: int | None = None, evaluation_fails: bool = False) -> None:
+        """Run to the end, unable to write files of more than ``largest_file`` bytes, or to evaluate. Raises ``WorkerError``."""
         if self._pool is None:
             self._pool = WorkerPool(self.size)
         try:
-            assert self._pool.run(execute, settings, largest_file) == [0] * self.size
+            assert self._pool.run(execute, settings, largest_file, evaluation_fails) == [0] * self.size
         except BaseException:
             self.close()
             raise
@@ -42,12 +46,19 @@ class Workers:
             self._pool = None
 
 
-def execute(rank: int, settings: Settings, largest_file: int | None) -> int:
+def refuse(leader: Leader, chosen: list[int]) -> Batch:
+    """A fault in the place of :meth:`Leader.held_out_batch`."""
+    raise ValueError("the held-out sequences are refused")
+
+
+def execute(rank: int, settings: Settings, largest_file: int | None, evaluation_fails: bool) -> int:
     """One worker's part of a run."""
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     job = Job.among(range(settings.parallel.num_processes), torch.device("cpu"))
-    return Run(job, settings, "text: kept").execute()
+    fault = mock.patch.object(Leader, "held_out_batch", refuse) if evaluation_fails else nullcontext()
+    with fault:
+        return Run(job, settings, "text: kept").execute()
 
 
 def change(settings: Settings, layout: tuple[int, int, int], output: Path, **changes: Any) -> Settings:

@@ -13,14 +13,15 @@ PROGRAM = """
 import json, os, sys
 from dataclasses import replace
 import torch
-from infinipipe.plan import Pipeline, Chunk, Plan, build_replica, cut
+from infinipipe.plan import Pipeline, Chunk, Plan, build_replica, cut, whole
 from infinipipe.runtime import Batch
-from infinipipe.train.job import Job
-from infinipipe.train.place import find_place
-from infinipipe.train.report import StoppedElsewhereError
+from infinipipe.train.job import Job, OnFirst
+from infinipipe.train.environment import read_environment
+from infinipipe.train.errors import StoppedElsewhereError
+from infinipipe.train.loader import PlannedBatch
 from infinipipe.train.settings import ParallelSettings
 
-job = Job.start(find_place(os.environ), ParallelSettings(stages=2, threads=2, device="cpu"))
+job = Job.start(read_environment(os.environ), ParallelSettings(stages=2, threads=2, device="cpu"))
 seen = {"threads": torch.get_num_threads(), "device": str(job.device)}
 seen["on_first"] = job.on_first(lambda: f"from {job.rank}")
 
@@ -40,11 +41,36 @@ seen["fine"] = job.everywhere(refuse_on([]))
 seen["objects"] = job.gather_objects({"rank": job.rank})
 
 def make():
-    replica = build_replica([Pipeline(tuple(Chunk((piece,)) for piece in cut(0, 5, [2])))], 2)
-    return Plan((1, 1), (5,), (replica,)), Batch.from_tokens([torch.arange(5)])
+    assert job.rank == 0
+    pieces = [Chunk((piece,)) for piece in cut(0, 5, [2])] + [Chunk(whole((5, 3), [1]))]
+    plan = Plan((1, 1), (5, 3), (build_replica([Pipeline(tuple(pieces))], 2),), {"name": "by hand"})
+    return PlannedBatch(Batch.from_tokens([torch.arange(5), torch.arange(3)]), plan)
 
-plan, batch = job.share_step(make)
-seen["plan"] = [plan.hash, plan.lengths, batch.tokens[0].tolist(), batch.labels[0].tolist(), batch.num_supervised]
+planned = job.on_first(make)
+plan, batch = planned.plan, planned.batch
+plan.validate()
+seen["plan"] = [plan.hash, plan.lengths, dict(plan.metadata)]
+seen["batch"] = [[row.tolist() for row in rows] for rows in (batch.tokens, batch.labels)] + [batch.num_supervised]
+
+def make_list():
+    assert job.rank == 0
+    return [1, 2]
+
+owned = OnFirst.make(job, make_list)
+owned.tell(lambda numbers: numbers.append(job.rank + 3))
+seen["asked"] = owned.ask(lambda numbers: numbers)
+seen["then"] = owned.then(lambda numbers: [job.rank, *numbers]).ask(len)
+def fail(numbers):
+    raise ValueError(f"no, say {numbers}")
+for name, call in {"ask": owned.ask, "then_fails": owned.then}.items():
+    try:
+        call(fail)
+    except (ValueError, StoppedElsewhereError) as error:
+        seen[name] = f"{type(error).__name__}: {error}"
+try:
+    job.stop(ValueError("all know why"))
+except (ValueError, StoppedElsewhereError) as error:
+    seen["stop"] = f"{type(error).__name__}: {error}"
 job.check_equal("abc", "this")
 try:
     job.check_equal(f"{job.rank:064x}"[::-1], "the plan")
@@ -68,6 +94,15 @@ def test_two_processes(tmp_path: Path) -> None:
     assert (first["fine"], second["fine"]) == (0, 1)
     assert first["objects"] == second["objects"] == [{"rank": 0}, {"rank": 1}]
     assert first["plan"] == second["plan"]
-    assert first["plan"][1:] == [[5], [0, 1, 2, 3, 4], [1, 2, 3, 4, -100], 4]
+    assert first["plan"][1:] == [[5, 3], {"name": "by hand"}]
+    assert first["batch"] == second["batch"]
+    assert first["batch"] == [[[0, 1, 2, 3, 4], [0, 1, 2]], [[1, 2, 3, 4, -100], [1, 2, -100]], 6]
+    assert first["asked"] == second["asked"] == [1, 2, 3]
+    assert first["then"] == second["then"] == 4
+    for name in ("ask", "then_fails"):
+        assert first[name] == "ValueError: no, say [1, 2, 3]"
+        assert second[name] == "StoppedElsewhereError: rank 0 stopped: no, say [1, 2, 3]"
+    assert first["stop"] == "ValueError: all know why"
+    assert second["stop"] == "StoppedElsewhereError: rank 0 stopped: all know why"
     assert "disagree on the plan" in first["unequal"]
     assert "disagree on the plan" in second["unequal"]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from infinipipe.train.errors import ErrorReport
 from infinipipe.train.launch import Failure, _Interruption, launch, root_cause
-from infinipipe.train.report import Report
 
 PROLOGUE = """
 import os, sys, time, signal
-from infinipipe.train.report import StoppedElsewhereError, run_reported
+from infinipipe.train.errors import StoppedElsewhereError, run_reported
 rank = int(os.environ["RANK"])
 """
 
@@ -126,7 +126,7 @@ from pathlib import Path
 from infinipipe.train.launch import launch
 worker = '''
 import os, sys, time
-from infinipipe.train.report import run_reported
+from infinipipe.train.errors import run_reported
 def work():
     print(os.getpid(), file=sys.stderr, flush=True)
     time.sleep(600)
@@ -168,8 +168,8 @@ def test_the_first_request_goes_to_the_workers_and_the_second_ends_the_wait() ->
 
 
 def test_order_of_causes() -> None:
-    early, late = Report("a", False, 1.0), Report("b", False, 2.0)
-    user = Report("c", True, 3.0)
+    early, late = ErrorReport("a", False, 1.0), ErrorReport("b", False, 2.0)
+    user = ErrorReport("c", True, 3.0)
     assert root_cause([Failure(0, 1, late), Failure(1, 1, early)]).rank == 1
     assert root_cause([Failure(0, 1, early), Failure(1, 2, user)]).rank == 1
     assert root_cause([Failure(0, 2, user), Failure(1, -9, None)]).rank == 1

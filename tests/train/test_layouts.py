@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinipipe.cli.main import main
 from infinipipe.cli.train import read_settings
+from infinipipe.runtime.pool import WorkerError
 from infinipipe.train.convert import export
 from infinipipe.train.reference import plain_losses
 from infinipipe.train.settings import Settings
-from infinipipe.verify.pool import WorkerError
+from infinipipe.train.store import CheckpointFolder
 
 from .pooled import Record, Workers, change, losses, read_records, run, with_parallel
 
@@ -199,6 +200,29 @@ def test_a_folder_that_cannot_be_written_is_said(pool: Workers, settings: Settin
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     with pytest.raises(WorkerError, match="the checkpoint of step 1 could not be written to .*File exists"):
         pool.run(change(settings, (2, 2, 1), tmp_path, stop_after=1))
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 1])
+def test_an_evaluation_that_fails_loses_no_step(
+    pool: Workers, settings: Settings, tmp_path: Path, evaluate_every: int
+) -> None:
+    """Neither after the last step, nor after one whose checkpoint is still being written."""
+    last = 1 if evaluate_every else 2
+    chosen = change(settings, (2, 2, 1), tmp_path, checkpoint_every=1, steps=STEPS, stop_after=2)
+    chosen = replace(chosen, train=replace(chosen.train, evaluate_every=evaluate_every))
+    with pytest.raises(WorkerError, match="the held-out sequences are refused"):
+        pool.run(chosen, evaluation_fails=True)
+    records = read_records(chosen)
+    assert [record["step"] for record in records] == list(range(1, last + 1))
+    newest = CheckpointFolder(tmp_path / "checkpoints", keep=2).newest()
+    assert newest is not None
+    assert newest[1].step == last
+    assert [record["step"] for record in run(pool, replace(chosen, train=replace(chosen.train, stop_after=3)))] == [
+        1,
+        2,
+        3,
+    ]
+    assert (tmp_path / "checkpoint" / "config.json").is_file()
 
 
 def test_another_model_is_refused(pool: Workers, settings: Settings, runs: dict[Layout, Ran], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
-from infinipipe.train.metrics import MetricsWriter, PlanSummary, StepRecord
+from infinipipe.train.metrics import Evaluation, MetricsWriter, PlanSummary, StepRecord
 
 
 def plan() -> Plan:
@@ -50,8 +50,9 @@ def test_files_are_written_as_steps_come_and_replaced_by_the_next_run(tmp_path: 
             for step in range(1, steps + 1):
                 metrics.step(record(step))
                 assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
-            metrics.evaluation(steps, 2.0, 10)
+            metrics.evaluation(steps, Evaluation(2.0, tokens=10))
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert [line["kind"] for line in lines] == ["step"] * steps + ["evaluation"]
         assert lines[0]["plan"]["most_slices"] == 3
+        assert lines[-1] == {"kind": "evaluation", "step": steps, "loss": 2.0, "tokens": 10}
     assert list((tmp_path / "tensorboard").glob("events*"))

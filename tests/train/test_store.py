@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from infinipipe.settings import SettingError
+from infinipipe.train.heartbeat import Heartbeat, State, find_hang, read_state
 from infinipipe.train.interrupt import StopRequest
 from infinipipe.train.lock import OutputLock
-from infinipipe.train.progress import Progress, State, find_hang, read_state
 from infinipipe.train.settings import ParallelSettings
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, file_sizes, read_manifest
 
@@ -92,8 +92,8 @@ def test_one_job_in_an_output_folder(tmp_path: Path) -> None:
 
 
 def test_a_process_says_what_it_does(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, 3)
-    progress.doing("F12, forward of a chunk of 9 tokens")
+    heartbeat = Heartbeat(tmp_path, 3)
+    heartbeat.doing("F12, forward of a chunk of 9 tokens")
     state = read_state(tmp_path, 3)
     assert state is not None
     assert state.action == "F12, forward of a chunk of 9 tokens"

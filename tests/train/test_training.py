@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinipipe.cli.train import read_settings
 from infinipipe.data import open_corpus
-from infinipipe.train.feed import make_batch
+from infinipipe.train.loader import make_batch
 from infinipipe.train.reference import plain_losses
 from infinipipe.verify.reference import reference_step
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from infinipipe.cost import even_stages
 from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
-from infinipipe.verify import FAMILIES, Case, WorkerError, WorkerPool, random_plan, run_in_pool, run_locally
+from infinipipe.runtime.pool import WorkerError, WorkerPool
+from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool, run_locally
 
 LENGTHS = [1, 2, 3, 17, 41, 89, 137]
 

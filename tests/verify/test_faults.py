@@ -128,4 +128,4 @@ def test_recompute_does_not_change_the_forward_of_the_fault(monkeypatch: pytest.
 def test_prepare_sees_every_executor() -> None:
     seen: list[Executor] = []
     run_locally(make_case(), seen.append)
-    assert [executor.stage.index for executor in seen] == [0, 1]
+    assert [executor.stage.parts for executor in seen] == [(0,), (1,)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from infinipipe.cli.options import MOST_GIB, parse_options, require_not_input
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes, typical_length
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
-from infinipipe.plan import ChunkKind, Plan, PlanError, cut_sequences, num_splits, save
+from infinipipe.plan import ChunkKind, Placement, Plan, PlanError, cut_sequences, num_splits, placement_named, save
 from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
@@ -38,7 +38,9 @@ class PlanOptions:
     Attributes:
         lengths: sequence lengths: a file with one a line, a JSON list, a NumPy array, or the folder of a tokenized corpus.
         model: a preset such as 7b-a100, a cost file, or a Hugging Face config.json or its folder.
-        stages: pipeline stages; those of a Hugging Face configuration take equal time, those of a preset equally many layers; 4 if not given, or those of the cost file, which has no others.
+        stages: pipeline stages; the parts of a Hugging Face configuration take equal time, those of a preset equally many layers; 4 if not given, or those of the cost file, which has no others.
+        placement: which parts of the model (virtual stages) lie on which stage: plain, one on each; interleaved, part k on stage k mod stages; v, there and back; that of the cost file, which has no other.
+        parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2.
         sequence_parallel: devices that share a stage's tokens; 8 if not given, or those of the cost file, which has no others.
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
@@ -61,6 +63,8 @@ class PlanOptions:
     lengths: str
     model: str
     stages: int | None = None
+    placement: Literal["plain", "interleaved", "v"] | None = None
+    parts_per_stage: int | None = None
     sequence_parallel: int | None = None
     batch: int | None = None
     seed: int = 0
@@ -80,10 +84,11 @@ class PlanOptions:
     compare: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("stages", "sequence_parallel", "batch", "context"):
+        for name in ("stages", "parts_per_stage", "sequence_parallel", "batch", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name} is {value}; it must be at least 1")
+        _ = self.placed
         if self.chunk_seconds is not None and not 0 <= self.chunk_seconds <= MOST_CHUNK_SECONDS:
             raise PlanError(f"chunk_seconds is {self.chunk_seconds}; it must be from 0 to {MOST_CHUNK_SECONDS}")
         if self.flops_per_second is not None and self.flops_per_second < 1:
@@ -94,6 +99,15 @@ class PlanOptions:
             raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
         read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
         require_not_input(self.output, (*read, self.schedule.rpartition(":")[0] or None))
+
+    @property
+    def placed(self) -> Placement:
+        """The parts of every stage, for a model without a cost file. Raises ``PlanError``."""
+        name = self.placement or "plain"
+        try:
+            return placement_named(name, self.stages or STAGES, self.parts_per_stage or (1 if name == "plain" else 2))
+        except ValueError as error:
+            raise PlanError(f"placement with parts_per_stage: {error}") from None
 
     def planner_settings(self) -> PlannerSettings:
         """The planner's part of the options."""
@@ -134,15 +148,16 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
 
     Raises ``CostError``, also for an option that such a model does not heed.
     """
-    path, stages = Path(options.model), options.stages or STAGES
+    path, placement = Path(options.model), options.placed
     sequence_parallel = options.sequence_parallel or SEQUENCE_PARALLEL
     if options.model in preset_names():
         _require_unset(options, "flops_per_second", f"preset {options.model}")
         return preset(
             options.model,
-            stages,
+            placement.num_parts,
             sequence_parallel=sequence_parallel,
             chunk_seconds=options.chunk_seconds,
+            placement=placement,
         )
     if not path.exists():
         raise CostError(
@@ -150,14 +165,15 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
         )
     if path.is_dir() or path.name == "config.json":
         shape = ModelShape.from_file(path)
-        stage_layers = balanced_stages(shape, stages, typical_length(lengths))
+        stage_layers = balanced_stages(shape, placement.num_parts, typical_length(lengths))
         return flop_cost(
             shape,
             stage_layers,
             flops_per_second=options.flops_per_second or FLOPS_PER_SECOND,
             chunk_seconds=PlanSettings.chunk_seconds if options.chunk_seconds is None else options.chunk_seconds,
             sequence_parallel=sequence_parallel,
-            states=state_bytes(shape, stage_layers, shards=sequence_parallel),
+            states=state_bytes(shape, stage_layers, placement, shards=sequence_parallel),
+            placement=placement,
         )
     cost = load_cost(path)
     for name in ("chunk_seconds", "flops_per_second"):
@@ -165,17 +181,22 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
     for name, own in (("stages", cost.num_stages), ("sequence_parallel", cost.sequence_parallel)):
         if getattr(options, name) not in (None, own):
             raise CostError(
-                f"{name} is {getattr(options, name)}, but the cost file {path} is of {name} {own}; leave --{name} away, or "
+                f"{name} is {getattr(options, name)}, but the cost file {path} is of {name} {own}; omit --{name}, or "
                 f"profile for {getattr(options, name)}"
             )
+    if (options.placement or options.parts_per_stage) and replace(
+        options, stages=cost.num_stages
+    ).placed != cost.placement:
+        raise CostError(
+            f"the cost file {path} places the parts {[list(parts) for parts in cost.placement.parts]} on its stages; omit "
+            "--placement and --parts_per_stage, or profile for these"
+        )
     return cost
 
 
 def _require_unset(options: PlanOptions, name: str, model: str) -> None:
     if getattr(options, name) is not None:
-        raise CostError(
-            f"{name} is {getattr(options, name)}, but the {model} has times of its own; leave --{name} away"
-        )
+        raise CostError(f"{name} is {getattr(options, name)}, but the {model} has times of its own; omit --{name}")
 
 
 def batch_lengths(options: PlanOptions) -> list[int]:
@@ -216,10 +237,12 @@ def summarise(
         for name in ("stage", "layers", "recomputed layers", "peak memory", "of the budget"):
             table.add_column(name, justify="right")
         for stage, peak in enumerate(replica_peaks(replica, cost)):
-            layers = plan.stage_layers[stage]
-            share = sum(replica.recompute[stage]) / max(1, layers * len(replica.chunks))
+            parts = plan.placement.parts[stage]
+            layers = sum(plan.stage_layers[part] for part in parts)
+            share = sum(sum(replica.recompute[part]) for part in parts) / max(1, layers * len(replica.chunks))
             used = "" if settings.memory_budget is None else f"{peak / settings.memory_budget:.1%}"
-            table.add_row(str(stage), str(layers), f"{share:.1%}", readable_bytes(peak), used)
+            listed = "+".join(str(plan.stage_layers[part]) for part in parts)
+            table.add_row(str(stage), listed, f"{share:.1%}", readable_bytes(peak), used)
         console.print(table)
 
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from infinipipe.cli.options import parse_options, require_not_input
 from infinipipe.cost import ModelShape, balanced_stages
 from infinipipe.cost.files import save_cost
+from infinipipe.plan import Placement, placement_named
 from infinipipe.settings import SettingError, require_range
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class ProfileOptions:
         model: a Hugging Face config.json or its folder.
         output: the cost file to write; an interrupted profile goes on from OUTPUT.partial.
         stages: pipeline stages that the cost file describes; if not given, those of stage_layers, else 2.
-        stage_layers: layers of each of them, such as "[2, 1]"; if not given, they take equal time for sequences of longest tokens.
+        placement: which parts of the model (virtual stages) lie on which of these stages: plain, interleaved or v, as in training.
+        parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2.
+        stage_layers: layers of every part, which is every stage where the placement is plain, such as "[2, 1]"; if not given, all take equal time for sequences of longest tokens.
         processes: stages that are measured at once; by default as many as stages, devices and cores allow; never more than devices, or cores for threads each.
         layers: layers of each measured process, at most the model's; by default those of the described stages if all of these are
             measured, else 2, or as many as it takes to have layers of every window.
@@ -55,6 +58,8 @@ class ProfileOptions:
     model: str
     output: str
     stages: int | None = None
+    placement: Literal["plain", "interleaved", "v"] = "plain"
+    parts_per_stage: int | None = None
     stage_layers: list[int] | None = None
     processes: int | None = None
     layers: int | None = None
@@ -73,15 +78,38 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         for name in ("sequence_parallel", "threads", "repeats", "loss_block_tokens"):
             require_range(name, getattr(self, name), at_least=1)
-        for name in ("stages", "processes", "layers"):
+        for name in ("stages", "parts_per_stage", "processes", "layers"):
             if getattr(self, name) is not None:
                 require_range(name, getattr(self, name), at_least=1)
-        if self.stage_layers is not None and self.stages not in (None, len(self.stage_layers)):
+        per_stage = self.per_stage
+        if self.stage_layers is not None and self.stages not in (None, len(self.stage_layers) / per_stage):
+            parts = "" if per_stage == 1 else f" of {per_stage} parts"
             raise SettingError(
-                f"stages is {self.stages}, but stage_layers {self.stage_layers} names {len(self.stage_layers)}; leave one of "
+                f"stages is {self.stages}{parts}, but stage_layers {self.stage_layers} names {len(self.stage_layers)}; leave one of "
                 "them out"
             )
+        if self.stage_layers is not None and len(self.stage_layers) % per_stage:
+            raise SettingError(
+                f"stage_layers {self.stage_layers} names {len(self.stage_layers)} parts, which is no multiple of parts_per_stage, "
+                f"{per_stage}"
+            )
+        try:
+            _ = self.placed
+        except ValueError as error:
+            raise SettingError(f"placement with parts_per_stage: {error}") from None
         require_not_input(self.output, (self.model, Path(self.model) / "config.json"))
+
+    @property
+    def per_stage(self) -> int:
+        """Parts on each described stage."""
+        return self.parts_per_stage or (1 if self.placement == "plain" else 2)
+
+    @property
+    def placed(self) -> Placement:
+        """The parts of every described stage."""
+        given = self.stage_layers
+        stages = self.stages or (STAGES if given is None else len(given) // self.per_stage)
+        return placement_named(self.placement, stages, self.per_stage)
 
     def design(self) -> Design:
         """The plans to measure. Raises ``SettingError``."""
@@ -111,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
     partial = output.with_name(output.name + ".partial")
     with progress_bar() as report:
         measured = measure(setup, design, options.repeats, partial, report)
-    profile = fit_profile(setup, measured, stage_layers)
+    profile = fit_profile(setup, measured, stage_layers, options.placed)
     for line in quality_lines(profile):
         print(line)
     save_cost(profile.cost, output)
@@ -131,7 +159,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     check_supported(config)
     if options.stage_layers is None:
         shape = ModelShape.from_config(config.to_dict())
-        stage_layers = balanced_stages(shape, options.stages or STAGES, options.longest)
+        stage_layers = balanced_stages(shape, options.placed.num_parts, options.longest)
     else:
         stage_layers = tuple(options.stage_layers)
         if sum(stage_layers) != config.num_hidden_layers or min(stage_layers) < 1:
@@ -150,7 +178,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     cores = os.cpu_count() or 1
     room = devices if device == "cuda" else max(1, cores // options.threads)
     shards = options.sequence_parallel if options.sequence_parallel <= room else 1
-    processes = options.processes or min(len(stage_layers), room // shards)
+    processes = options.processes or min(options.placed.num_stages, room // shards)
     for name, count in (
         ("processes", processes * shards),
         ("sequence_parallel", options.sequence_parallel),

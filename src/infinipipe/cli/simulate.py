@@ -79,7 +79,7 @@ def named_cost(name: str, plan: Plan, sequence_parallel: int) -> AnalyticCost:
     """The cost file of that name, or the preset over the plan's stages. Raises ``CostError``."""
     if Path(name).suffix or Path(name).exists():
         return load_cost(name)
-    return preset(name, plan.stage_layers, sequence_parallel=sequence_parallel)
+    return preset(name, plan.stage_layers, sequence_parallel=sequence_parallel, placement=plan.placement)
 
 
 def choose_replica(simulations: Sequence[Simulation], replica: int | None) -> int:
@@ -95,10 +95,13 @@ def _report(console: Console, simulation: Simulation) -> None:
     """Print each stage's use of time, as shares of the step, and its peak memory."""
     makespan, budget = simulation.makespan, simulation.timeline.budget
     table = Table(title=f"step {readable_seconds(makespan)}", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in ("stage", *COLUMNS.values(), "peak\nmemory"):
+    shown = {
+        name: title for name, title in COLUMNS.items() if name != "weight" or any(t.weight for t in simulation.stages)
+    }
+    for name in ("stage", *shown.values(), "peak\nmemory"):
         table.add_column(name, justify="right", no_wrap=True)
     for stage, (times, peak) in enumerate(zip(simulation.stages, simulation.peaks, strict=True)):
-        shares = [f"{getattr(times, name) / makespan if makespan else 0.0:.1%}" for name in COLUMNS]
+        shares = [f"{getattr(times, name) / makespan if makespan else 0.0:.1%}" for name in shown]
         over = budget is not None and peak > budget
         table.add_row(str(stage), *shares, readable_bytes(peak) + ("\nover budget" if over else ""))
     console.print(table)
@@ -108,10 +111,11 @@ def _report(console: Console, simulation: Simulation) -> None:
 COLUMNS = {
     "forward": "forward",
     "backward": "backward",
+    "weight": "weight\ngradients",
     "recompute": "recom-\npute",
     "communication": "exposed\nmessages",
     "warmup_bubble": "warm-up\nbubble",
     "steady_bubble": "steady\nbubble",
     "cooldown_bubble": "cool-down\nbubble",
 }
-"""Heading of every part of a stage's time."""
+"""Heading of every share of a stage's time."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from infinipipe.settings import SettingError
+from infinipipe.train.environment import ProcessEnvironment, read_environment, set_rendezvous
+from infinipipe.train.errors import leave, run_reported
 from infinipipe.train.interrupt import STOPPED
 from infinipipe.train.launch import launch
 from infinipipe.train.lock import OutputLock
-from infinipipe.train.place import Place, find_place, set_rendezvous
-from infinipipe.train.report import leave, run_reported
 from infinipipe.train.settings import Settings
 
 
@@ -26,9 +26,9 @@ def run(arguments: Sequence[str]) -> int:
     Returns 0 for a finished run, 3 for one that was asked to stop and can be resumed, 1 for a failure, 130 if interrupted at once.
     """
     settings, text = read_settings(arguments)
-    place = find_place(os.environ)
-    if place is not None:
-        code = run_reported(lambda: _work(settings, text, place), place.rank)
+    process = read_environment(os.environ)
+    if process is not None:
+        code = run_reported(lambda: _work(settings, text, process), process.rank)
         return code if code in (0, STOPPED) else leave(code)
     command = [sys.executable, "-m", "infinipipe.cli.main", "train", *arguments]
     output, parallel = Path(settings.train.output), settings.parallel
@@ -41,15 +41,15 @@ def run(arguments: Sequence[str]) -> int:
         lock.release()
 
 
-def _work(settings: Settings, text: str, place: Place) -> int:
-    if place.world_size != settings.parallel.num_processes:
+def _work(settings: Settings, text: str, process: ProcessEnvironment) -> int:
+    if process.world_size != settings.parallel.num_processes:
         raise SettingError(
-            f"{settings.parallel.describe()}, but {place.starter} has started {place.world_size}; change one of them"
+            f"{settings.parallel.describe()}, but {process.launcher} has started {process.world_size}; change one of them"
         )
-    set_rendezvous(os.environ, place)
+    set_rendezvous(os.environ, process)
     from infinipipe.train.loop import train
 
-    return train(settings, place, settings_text=text)
+    return train(settings, process, settings_text=text)
 
 
 def settings_parser(mode: str = "yaml") -> ArgumentParser:

@@ -12,7 +12,7 @@ import numpy as np
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.cost.table import PILING_UP, Columns, CostTable, message_bytes, sequence_bytes
 from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger, mean_work, prefix_pairs
-from infinipipe.plan import Chunk, Placement
+from infinipipe.plan import ONE_EACH, Chunk, Placement
 from infinipipe.plan.kinds import ACTIVATIONS, WEIGHT_OPERANDS
 
 
@@ -161,7 +161,7 @@ class AnalyticCost:
     backward_input: PassTime | None = None
     backward_weight: PassTime | None = None
     recompute: PassTime | None = None
-    placement: Placement = Placement(())
+    placement: Placement = ONE_EACH
     optimizer: float = 0.0
     message: Link = field(default_factory=Link)
     sequence_parallel: int = 1

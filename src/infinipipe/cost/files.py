@@ -98,7 +98,9 @@ def _build(kind: type, data: object, where: str, prefix: str) -> Any:
                 raise CostError(f"{prefix}{name} must be a list of whole numbers from 0 to {LARGEST:g}")
             data[name] = tuple(value)
         if wanted == "tuple[tuple[int, ...], ...]":
-            if not isinstance(value, list) or not all(isinstance(row, list) and all(map(_is_count, row)) for row in value):
+            if not isinstance(value, list) or not all(
+                isinstance(row, list) and all(map(_is_count, row)) for row in value
+            ):
                 raise CostError(f"{prefix}{name} must be a list of lists of whole numbers from 0 to {LARGEST:g}")
             data[name] = tuple(map(tuple, value))
         if wanted in _CHECKS and not _CHECKS[wanted][0](value):

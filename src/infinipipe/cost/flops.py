@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.shape import CostError, ModelShape
-from infinipipe.plan import Placement
+from infinipipe.plan import ONE_EACH, Placement
 
 FLOAT32_BYTES = 4
 PRODUCT_BLOCK = 2**21
@@ -138,7 +138,7 @@ def flop_cost(
         backward=backward,
         memory=memory_use(shape, element_bytes=element_bytes, block_tokens=block_tokens),
         states=tuple(states) if states is not None else state_bytes(shape, stage_layers, placement),
-        placement=placement or Placement(()),
+        placement=placement or ONE_EACH,
         message=message or Link(),
         sequence_parallel=sequence_parallel,
         all_to_all=all_to_all or Link(),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from infinipipe.cost.analytic import AnalyticCost, Link, PassTime
 from infinipipe.cost.flops import memory_use, state_bytes
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
-from infinipipe.plan import Placement
+from infinipipe.plan import ONE_EACH, Placement
 
 MODELS: dict[str, ModelShape] = {
     "7b": ModelShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000),
@@ -110,7 +110,7 @@ def preset(
         backward=pass_time(1 - FORWARD_SHARE),
         memory=dataclasses.replace(use, layer=ratio * _layer_bytes(shape) - use.layer_kv),
         states=state_bytes(shape, stage_layers, placement, bytes_per_parameter=16, shards=sequence_parallel),
-        placement=placement or Placement(()),
+        placement=placement or ONE_EACH,
         message=Link(latency=20e-6, seconds_per_byte=1 / known.all_to_all[max(known.all_to_all)]),
         sequence_parallel=sequence_parallel,
         all_to_all=Link(latency=20e-6, seconds_per_byte=1 / exchange),

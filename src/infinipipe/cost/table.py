@@ -82,7 +82,9 @@ class CostTable:
     def layer_recompute(self) -> FloatArray:
         """(parts, chunks) seconds of recomputing one layer, the mean over the part's."""
         layers = np.array(self.stage_layers)[:, None]
-        return self.recompute_seconds(np.broadcast_to(layers, (self.num_parts, self.num_chunks))) / np.maximum(layers, 1)
+        return self.recompute_seconds(np.broadcast_to(layers, (self.num_parts, self.num_chunks))) / np.maximum(
+            layers, 1
+        )
 
     def recompute_seconds(self, layers: ArrayLike) -> FloatArray:
         """(parts, chunks) seconds that recomputing the first ``layers``, as many for every part and chunk, adds."""

@@ -13,6 +13,7 @@ from infinipipe.model.linear import GradientOf, add_product
 IGNORE = -100
 """Label of a token without supervision."""
 
+
 @dataclass(frozen=True)
 class LossTarget:
     """What the last stage needs besides hidden states.

@@ -1,7 +1,7 @@
 """Plans as data: slices, chunks, pipelines, action lists, placements, schedules and their validation. Imports no torch."""
 
 from infinipipe.plan.kinds import COLUMNS, KINDS, RESOURCES, ActionKind, Direction, Resource, Row
-from infinipipe.plan.placement import PLACEMENTS, Placement, placement_named
+from infinipipe.plan.placement import ONE_EACH, PLACEMENTS, Placement, placement_named
 from infinipipe.plan.program import Channel, Compute, Operation, Program, Receive, Send
 from infinipipe.plan.schedules import (
     backward_order,
@@ -37,6 +37,7 @@ from infinipipe.plan import ahead, greedy  # isort: skip  # register their sched
 __all__ = [
     "COLUMNS",
     "KINDS",
+    "ONE_EACH",
     "PLACEMENTS",
     "RESOURCES",
     "Action",

@@ -97,3 +97,7 @@ def placement_named(name: str, num_stages: int, parts_per_stage: int) -> Placeme
     if parts_per_stage < 2:
         raise ValueError(f"the placement {name} needs at least 2 parts on each stage, not {parts_per_stage}")
     return PLACEMENTS[name](num_stages, parts_per_stage)
+
+
+ONE_EACH = Placement(())
+"""Stands for one part on each stage where their number is known otherwise."""

@@ -414,4 +414,3 @@ class Program:
         numbers = np.flatnonzero(does)
         places[self.part[numbers] * len(self.chunks) + self.chunk[numbers]] = numbers
         return places
-

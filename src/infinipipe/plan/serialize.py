@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinipipe.files import parse_json, write_beside
-from infinipipe.plan.placement import Placement
+from infinipipe.plan.placement import ONE_EACH, Placement
 from infinipipe.plan.types import Action, Chunk, Pipeline, Plan, PlanError, ReplicaPlan, Slice
 
 VERSION = 1
@@ -79,7 +79,7 @@ def _slice(value: object, lengths: tuple[int, ...], name: str) -> Slice:
 def _placement(data: Mapping[str, Any]) -> Placement:
     """The placement that a plan names; without a part if it names none. Raises ``PlanError`` for what is none."""
     if "placement" not in data:
-        return Placement(())
+        return ONE_EACH
     rows = _list(data["placement"], "placement")
     placement = Placement(tuple(_integers(row, f"placement[{i}]") for i, row in enumerate(rows)))
     if (problem := placement.problem()) is not None:
@@ -87,9 +87,7 @@ def _placement(data: Mapping[str, Any]) -> Placement:
     return placement
 
 
-def _replica(
-    data: Mapping[str, Any], lengths: tuple[int, ...], placement: Placement, name: str
-) -> ReplicaPlan:
+def _replica(data: Mapping[str, Any], lengths: tuple[int, ...], placement: Placement, name: str) -> ReplicaPlan:
     pipelines = []
     for i, pipeline in enumerate(_list(_field(data, "pipelines", name), f"{name}.pipelines")):
         chunks = []

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from infinipipe.plan.kinds import ActionKind
-from infinipipe.plan.placement import Placement
+from infinipipe.plan.placement import ONE_EACH, Placement
 
 if TYPE_CHECKING:
     from infinipipe.plan.program import Program
@@ -180,7 +180,7 @@ class ReplicaPlan:
     pipelines: tuple[Pipeline, ...]
     actions: ActionLists
     recompute: tuple[tuple[int, ...], ...]
-    placement: Placement = field(default=Placement(()))
+    placement: Placement = ONE_EACH
 
     def __post_init__(self) -> None:
         if not self.placement.parts:

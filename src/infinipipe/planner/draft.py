@@ -42,7 +42,9 @@ def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
     def seconds(length: int) -> float:
         chunk = Chunk((Slice(0, 0, length, length),))
         parts = range(len(cost.stage_layers))
-        return sum(cost.pass_seconds("forward", chunk, part) + cost.pass_seconds("backward", chunk, part) for part in parts)
+        return sum(
+            cost.pass_seconds("forward", chunk, part) + cost.pass_seconds("backward", chunk, part) for part in parts
+        )
 
     n = max(longest, 1024)
     one, two, three = seconds(1), seconds(n), seconds(2 * n)

@@ -81,7 +81,7 @@ class StageMemory:
     full: FloatArray
     full_from: IntArray
 
-    def of(self, recompute: FloatArray | IntArray) -> FloatArray | IntArray:
+    def of(self, recompute: IntArray) -> IntArray:
         """(holdings,) of the stage, from (parts, chunks) of all."""
         return recompute[list(self.parts)].ravel()
 
@@ -131,18 +131,27 @@ def stage_memories(program: Program, table: CostTable, cost: CostModel) -> list[
     most_freed = table.layer_saving * layers_of[:, None]
     added[activations.first] -= most_freed[activations.part, activations.chunk]
     waiting = released - added
-    kept, full = (
-        common + np.maximum(program.by_kind(lambda column, which=which: table.transient[column][which]), waiting)
-        for which in (0, 1)
-    )
+    kept = common + np.maximum(program.by_kind(lambda column: table.transient[column][0]), waiting)
+    full = common + np.maximum(program.by_kind(lambda column: table.transient[column][1]), waiting)
     full -= most_freed[program.part, program.chunk]
-    full_from = np.where(program.rows("leaves_behind"), 1, layers_of[program.part])
     held = _is_held(program, activations)
-    full = np.where(held, full, -np.inf)
-    return [
-        _stage_memory(stage, program, table, activations, (held, kept, full, full_from))
-        for stage in range(program.num_stages)
-    ]
+    windows = _Windows(
+        held,
+        kept,
+        np.where(held, full, -np.inf),
+        np.where(program.rows("leaves_behind"), 1, layers_of[program.part]),
+    )
+    return [_stage_memory(stage, program, table, activations, windows) for stage in range(program.num_stages)]
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """What :class:`StageMemory` has by action, of all stages."""
+
+    is_held: NDArray[np.bool_]
+    kept: FloatArray
+    full: FloatArray
+    full_from: IntArray
 
 
 def _is_held(program: Program, activations: Intervals) -> NDArray[np.bool_]:
@@ -167,7 +176,7 @@ def _stage_memory(
     program: Program,
     table: CostTable,
     activations: Intervals,
-    by_action: tuple[NDArray[np.bool_], FloatArray, FloatArray, IntArray],
+    windows: _Windows,
 ) -> StageMemory:
     begin, end = program.base[stage], program.base[stage + 1]
     parts, count = program.placement.parts[stage], len(program.chunks)
@@ -177,7 +186,6 @@ def _stage_memory(
     first, last = np.zeros((2, len(parts) * count), np.int64)
     holding = place_of[activations.part[own]] * count + activations.chunk[own]
     first[holding], last[holding] = activations.first[own] - begin, activations.last[own] - begin
-    held, kept, full, full_from = (x[begin:end] for x in by_action)
     return StageMemory(
         stage=stage,
         parts=parts,
@@ -186,10 +194,10 @@ def _stage_memory(
         last=last,
         saving=table.layer_saving[list(parts)].ravel(),
         own=place_of[program.part[begin:end]] * count + program.chunk[begin:end],
-        is_held=held,
-        kept=kept,
-        full=full,
-        full_from=full_from,
+        is_held=windows.is_held[begin:end],
+        kept=windows.kept[begin:end],
+        full=windows.full[begin:end],
+        full_from=windows.full_from[begin:end],
     )
 
 

@@ -96,7 +96,10 @@ def recompute_problem(
         variable = np.arange(parts * chunks).reshape(parts, chunks)
     upper = max(table.stage_layers)
     count = int(variable.max()) + 1
-    rows = [_windows(memory, memory.of(variable), memory.saving * (memory.layers / max(upper, 1)), budget) for memory in memories]
+    rows = [
+        _windows(memory, memory.of(variable), memory.saving * (memory.layers / max(upper, 1)), budget)
+        for memory in memories
+    ]
     lengths = np.concatenate([part[0] for part in rows])
     return RecomputeProblem(
         variable,

@@ -107,4 +107,3 @@ def _plan_part(
         where = f"replica {index} " if settings.replicas > 1 else ""
         return BudgetError(error.required, error.budget, error.stage, error.advice, where)
     return found.replica, found.seconds, None if found.solution is None else found.solution.gap
-

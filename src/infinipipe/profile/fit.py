@@ -30,6 +30,7 @@ class Sample:
 
     ``column`` is that of the cost table which it is a sample of.
     ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one. ``shards`` devices share its tokens.
+    ``stage`` is where it was measured.
     """
 
     column: str
@@ -41,6 +42,7 @@ class Sample:
     seconds: float
     windows: tuple[int, ...] = ()
     shards: int = 1
+    stage: int = 0
 
     def work(self, layers: int) -> Work[float]:
         """A device's share of the mean work of the stage's first ``layers``."""

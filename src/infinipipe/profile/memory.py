@@ -43,7 +43,9 @@ class MemoryRatios:
         """The formula scaled where measured bytes differ from it."""
 
         def scale(ratio: float) -> float:
-            return ratio if abs(ratio - 1) > TOLERANCE else 1.0  # NaN, where nothing was measured, is no such difference
+            return (
+                ratio if abs(ratio - 1) > TOLERANCE else 1.0
+            )  # NaN, where nothing was measured, is no such difference
 
         backward = {name: getattr(use, name) * scale(self.backward) for name in BACKWARD_FIELDS}
         return dataclasses.replace(

@@ -36,6 +36,7 @@ def plan_samples(plan: Plan, runs: Sequence[Run], windows: Sequence[tuple[int, .
                 seconds=statistics.median(busy),
                 windows=() if windows is None else windows[stage],
                 shards=len(processes),
+                stage=stage,
             )
             samples.append(sample)
             if row.half_of is not None:

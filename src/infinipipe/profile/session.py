@@ -35,8 +35,8 @@ from infinipipe.profile.workers import (
     timed_run,
 )
 from infinipipe.runtime import Event
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.timeline.units import readable_seconds
-from infinipipe.verify.pool import WorkerPool
 
 HELD_OUT = 5
 """Every so many plans, one is kept for judging the fit."""

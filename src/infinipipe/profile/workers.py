@@ -26,8 +26,7 @@ from infinipipe.runtime import (
     Parameters,
     Recorder,
 )
-from infinipipe.verify.distributed import get_mesh
-from infinipipe.verify.pool import WorkerPool
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 
 MESSAGE_TOKENS = (1, 64, 256, 1024, 4096)
 """Sizes of the messages that are timed."""
@@ -102,7 +101,6 @@ class _Bench:
         self.place = mesh.stage
         self.executor = Executor(
             self.stage,
-            mesh.stage,
             self.transport,
             self.parameters,
             loss_block_tokens=setup.loss_block_tokens,
@@ -172,9 +170,7 @@ def time_messages(rank: int, setup: Setup, num_tokens: Sequence[int], repeats: i
         message = torch.zeros(shape, dtype=bench.stage.dtype, device=bench.device)
         dist.barrier()
         for _ in range(repeats if place < 2 else 0):
-            incoming = bench.transport.receive(
-                back if place == 0 else there, shape, bench.stage.dtype, bench.device
-            )
+            incoming = bench.transport.receive(back if place == 0 else there, shape, bench.stage.dtype, bench.device)
             start = time.monotonic()
             if place == 0:
                 bench.transport.send(there, message)

@@ -18,11 +18,11 @@ from infinipipe.plan import Placement, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
 from infinipipe.rehearse.transport import MessageSeconds, ModelledTransport
 from infinipipe.runtime import Batch, Event, Executor, ProcessGroupTransport, Recorder, channel_groups
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.runtime.transport import ChannelGroups
 from infinipipe.settings import SettingError, require_above
 from infinipipe.simulate import Engine, require_same_stages
 from infinipipe.timeline import Timeline, measured_timeline
-from infinipipe.verify.pool import WorkerPool
 
 MAX_STAGES = 16
 """Most stages, each a process of its own."""
@@ -130,7 +130,7 @@ def _run_stage(
     stage = WaitingStage(placement.parts[rank], placement.num_parts, waits)
     channels, everyone = _groups(replica.num_stages, placement)
     transport = ModelledTransport(ProcessGroupTransport(range(replica.num_stages), channels, placement), messages)
-    executor = Executor(stage, rank, transport, stage.weights)
+    executor = Executor(stage, transport, stage.weights)
     zero, unsupervised = torch.zeros(1, dtype=torch.int64), torch.full((1,), IGNORE)
     batch = Batch([zero.expand(length) for length in lengths], [unsupervised.expand(length) for length in lengths])
     dist.barrier(group=everyone)

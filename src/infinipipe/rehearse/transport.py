@@ -29,9 +29,7 @@ class ModelledTransport:
         self._seconds = seconds
         self._links: dict[Channel, _Link] = defaultdict(_Link)
 
-    def receive(
-        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Incoming:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Incoming:
         incoming = self._transport.receive(channel, shape, dtype, device)
         return _Modelled(incoming, self._links[channel], self._seconds.get(shape[0], 0.0))
 

@@ -78,7 +78,6 @@ class Executor:
 
     Args:
         stage: the stage's module.
-        stage_index: which stage of a plan it is.
         transport: its messages to other stages.
         parameters: where its gradients accumulate.
         loss_block_tokens: tokens whose logits exist at once after the last part.
@@ -89,7 +88,6 @@ class Executor:
     def __init__(
         self,
         stage: ComputesStage,
-        stage_index: int,
         transport: Transport,
         parameters: Parameters,
         *,
@@ -100,7 +98,6 @@ class Executor:
         if loss_block_tokens < 1:
             raise ValueError(f"train.loss_block_tokens is {loss_block_tokens}; it must be at least 1")
         self.stage = stage
-        self.stage_index = stage_index
         self.parameters = parameters
         self._transport = transport
         self._loss_block_tokens = loss_block_tokens
@@ -132,11 +129,12 @@ class Executor:
     ) -> Iterator[Incoming]:
         """Run a plan as a generator that yields each receive that is needed next; it goes on once that one is there."""
         run, records = _Run(self, replica, batch), recorder or _NoRecord()
+        operations = replica.program.operations(self._place(replica))
         learning = torch.is_grad_enabled()
         if learning:
             self.parameters.begin_step()
         try:
-            for operation in replica.program.operations(self.stage_index):
+            for operation in operations:
                 match operation:
                     case Receive(channel, chunk, num_tokens):
                         run.receive(channel, chunk, num_tokens)
@@ -163,6 +161,15 @@ class Executor:
             self.parameters.end_step()
         else:
             self.parameters.end_forwards()
+
+    def _place(self, replica: ReplicaPlan) -> int:
+        """Which stage of the plan this one is. Raises ``ValueError`` if the plan places parts otherwise."""
+        if self.stage.parts not in replica.placement.parts:
+            raise ValueError(
+                f"the plan places the parts {[list(parts) for parts in replica.placement.parts]} on its stages, but this stage has "
+                f"{list(self.stage.parts)}; run it where it was made for"
+            )
+        return replica.placement.parts.index(self.stage.parts)
 
 
 def forwards_only(replica: ReplicaPlan) -> ReplicaPlan:
@@ -281,11 +288,15 @@ class _Run:
         for resource, places in ((ACTIVATIONS, self._forwarded), (WEIGHT_OPERANDS, self._products)):
             if places:
                 part, chunk = min(places)
-                raise RuntimeError(f"the {resource.name} of chunk {chunk} at part {part} are left at the end of the step")
+                raise RuntimeError(
+                    f"the {resource.name} of chunk {chunk} at part {part} are left at the end of the step"
+                )
         if sequences := self._store.sequences:
             raise RuntimeError(f"the {KEYS_VALUES.name} of the sequences {sequences} are left at the end of the step")
         if self.outputs:
-            raise RuntimeError(f"what part {min(self.outputs)[0].source} has handed over is left at the end of the step")
+            raise RuntimeError(
+                f"what part {min(self.outputs)[0].source} has handed over is left at the end of the step"
+            )
 
     def collect(self, result: StepResult) -> None:
         """Add up the losses. They stay on the device until here, so that no forward waits for it."""

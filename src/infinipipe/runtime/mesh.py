@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinipipe.model import SequenceShard, ulysses_degree
-from infinipipe.plan import Placement
+from infinipipe.plan import ONE_EACH, Placement
 from infinipipe.runtime.transport import ProcessGroupTransport, channel_groups
 
 Dimension = Literal["replica", "stage", "sequence"]
@@ -38,7 +38,7 @@ class Layout:
     sequence: int = 1
     ulysses: int = 0
     order: tuple[Dimension, ...] = DIMENSIONS
-    placement: Placement = Placement(())
+    placement: Placement = ONE_EACH
 
     def __post_init__(self) -> None:
         for name, size in (("replicas", self.replicas), ("stages", self.stages), ("sequence", self.sequence)):
@@ -47,7 +47,9 @@ class Layout:
         if not self.placement.parts:
             object.__setattr__(self, "placement", Placement.plain(self.stages))
         if self.placement.num_stages != self.stages:
-            raise ValueError(f"the placement is of {self.placement.num_stages} stages, but the layout has {self.stages}")
+            raise ValueError(
+                f"the placement is of {self.placement.num_stages} stages, but the layout has {self.stages}"
+            )
         if self.ulysses and self.sequence % self.ulysses:
             raise ValueError(
                 f"{self.ulysses} processes that share heads do not divide a sequence degree of {self.sequence}"

@@ -7,7 +7,7 @@ backward that FSDP sees, and are summed and scattered after the step's last acti
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -108,7 +108,7 @@ class ShardedParameters(Parameters):
     def _reduce(self, parameters: dict[str, nn.Parameter]) -> None:
         """Sum and scatter the gradients of one unit in one message::
 
-            buffer      rank 0's rows of a, of b, ...  |  rank 1's rows of a, of b, ...      rows padded to the same number
+        buffer      rank 0's rows of a, of b, ...  |  rank 1's rows of a, of b, ...      rows padded to the same number
         """
         count = self._shards.size()
         columns = []
@@ -165,12 +165,11 @@ def _units(stage: Stage) -> list[nn.Module]:
     return units
 
 
-def _names_by_unit(stage: Stage, units: list[FSDPModule]) -> list[list[str]]:
+def _names_by_unit(stage: Stage, units: Sequence[nn.Module]) -> list[list[str]]:
     """Names of the parameters that are gathered together."""
     names = {id(parameter): name for name, parameter in stage.model.named_parameters()}
     groups = []
     for unit in units:
-        assert isinstance(unit, nn.Module)
         own = [names.pop(id(parameter)) for parameter in unit.parameters() if id(parameter) in names]
         groups.append(own)
     return groups

@@ -31,9 +31,7 @@ class Incoming(Protocol):
 class Transport(Protocol):
     """Messages of one stage. Each channel is first in, first out."""
 
-    def receive(
-        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Incoming:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Incoming:
         """Post a receive from the stage at the other end of the channel."""
         ...
 
@@ -137,9 +135,7 @@ class ProcessGroupTransport:
         self._sends: deque[Future[None]] = deque()
         self._polled: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(
-        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Incoming:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Incoming:
         source, _, group = self._ends[channel]
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, src=source, group=group)
@@ -184,9 +180,7 @@ class LocalTransport:
     def __init__(self, incoming: dict[Channel, deque[_Letter]], unclaimed: dict[Channel, deque[Tensor]]) -> None:
         self._incoming, self._unclaimed = incoming, unclaimed
 
-    def receive(
-        self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Incoming:
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Incoming:
         letter = _Letter()
         if self._unclaimed[channel]:
             letter.tensor = self._unclaimed[channel].popleft()

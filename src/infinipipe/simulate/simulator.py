@@ -63,6 +63,7 @@ def simulate(replica: ReplicaPlan, cost: CostModel, *, budget: int | None = None
         memory=tuple(tuple(zip(c.seconds.tolist(), c.size.tolist(), strict=True)) for c in curves),
         budget=budget,
         name=name,
+        placement=replica.placement,
     )
     return Simulation(timeline, tuple(curve.peak for curve in curves))
 
@@ -101,7 +102,9 @@ def _spans(replica: ReplicaPlan, times: Times, recompute: Floats) -> tuple[tuple
     for stage, actions in enumerate(replica.actions):
         starts, ends = times.start[stage].tolist(), times.end[stage].tolist()
         row = []
-        for number, action, start, end in zip(range(program.base[stage], program.base[stage + 1]), actions, starts, ends, strict=True):
+        for number, action, start, end in zip(
+            range(program.base[stage], program.base[stage + 1]), actions, starts, ends, strict=True
+        ):
             if again[number]:
                 place = parts[number], action.chunk
                 row.append(Span(action, start, end, float(recompute[place]), replica.recompute[place[0]][place[1]]))
@@ -124,8 +127,6 @@ def _messages(replica: ReplicaPlan, times: Times) -> tuple[Message, ...]:
         for maker, taker in zip(makers.tolist(), takers.tolist(), strict=True):
             ready = max(posted[taker], ends[maker])
             chunk = int(program.chunk[taker])
-            messages.append(
-                Message(source, target, border, direction, chunk, ready, transfer[taker], arrival[taker])
-            )
+            messages.append(Message(source, target, border, direction, chunk, ready, transfer[taker], arrival[taker]))
     messages.sort(key=lambda message: message.start)
     return tuple(messages)

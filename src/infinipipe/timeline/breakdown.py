@@ -104,4 +104,13 @@ def _stage_time(
         flows[span.action.kind.row.flow] += span.seconds - span.recompute
         recompute += span.recompute
         reached = span.end
-    return StageTime(*flows.values(), recompute, communication, warmup, steady, cooldown + makespan - reached)
+    return StageTime(
+        forward=flows[Direction.FORWARD],
+        backward=flows[Direction.BACKWARD],
+        weight=flows[None],
+        recompute=recompute,
+        communication=communication,
+        warmup_bubble=warmup,
+        steady_bubble=steady,
+        cooldown_bubble=cooldown + makespan - reached,
+    )

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from infinipipe.files import parse_json, write_beside
-from infinipipe.plan import Action, Channel, Chunk, Direction, Pipeline, Placement, PlanError, ReplicaPlan, Slice
+from infinipipe.plan import (
+    ONE_EACH,
+    Action,
+    Channel,
+    Chunk,
+    Direction,
+    Pipeline,
+    Placement,
+    PlanError,
+    ReplicaPlan,
+    Slice,
+)
 
 FORMAT = "infinipipe timeline"
 VERSION = 2
@@ -102,7 +113,7 @@ class Timeline:
     memory: tuple[MemoryCurve, ...] = ()
     budget: int | None = None
     name: str = ""
-    placement: Placement = Placement(())
+    placement: Placement = ONE_EACH
 
     def __post_init__(self) -> None:
         if not self.placement.parts:
@@ -215,7 +226,8 @@ def to_json(timeline: Timeline) -> str:
         "spans": [[[str(s.action), s.start, s.end, s.recompute, s.layers] for s in row] for row in timeline.spans],
         "placement": [list(parts) for parts in timeline.placement.parts],
         "messages": [
-            [m.source, m.target, m.border, m.direction.value, m.chunk, m.ready, m.start, m.end] for m in timeline.messages
+            [m.source, m.target, m.border, m.direction.value, m.chunk, m.ready, m.start, m.end]
+            for m in timeline.messages
         ],
         "memory": [[[seconds, size] for seconds, size in curve] for curve in timeline.memory],
     }

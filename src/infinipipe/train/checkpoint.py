@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,7 +45,9 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class Checkpoints:
-    """Writes and reads the state of one process, together with all others of the job.
+    """Writes and reads the state of one process, together with all others of the job: methods are collectives.
+
+    Why a checkpoint could not be written is returned, the same on all ranks, and never raised.
 
     Args:
         folder: where the checkpoints are.
@@ -72,48 +75,57 @@ class Checkpoints:
         if mesh.sharding() is not None and job.device.type != "cpu":
             self._devices = DeviceMesh("cpu", mesh.layout.ranks(), mesh_dim_names=DIMENSIONS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, Future[Path | None]] | None = None
+        self._pending: tuple[int, Future[None]] | None = None
 
-    def save(self, manifest: Manifest | None) -> str | None:
-        """Begin to write the checkpoint of the step that rank 0's ``manifest`` names; without files listed in it.
+    def save(self, manifest: Manifest, *, wait: bool = False) -> str | None:
+        """Begin to write a checkpoint, after :meth:`finish`; ``manifest`` is completed with its files.
 
-        Returns why none could be begun, or why the one before failed, if so; the state in memory is untouched either way.
+        Waits until it is written if asked to, and unless training goes on meanwhile. Returns on all ranks why it could not be
+        written, as far as that is known then. The state in memory is untouched either way.
         """
-        failure = self.finish()
-        step, folder, refusal = self._job.on_first(lambda: self._begin(manifest))
-        if refusal is not None:
+        folder, refusal = self._job.on_first(lambda: self._begin(manifest.step))
+        if folder is None:
             return refusal
-        assert folder is not None
         state = {name: self._snapshot(tensor) for name, tensor in self._state().items()}
-        self._pending = (step, self._thread.submit(self._write, folder, state, manifest))
-        return failure if self._copies else self.finish()
+        self._pending = (manifest.step, self._thread.submit(self._write, folder, state, manifest))
+        return self.finish() if wait or not self._copies else None
 
-    def _begin(self, manifest: Manifest | None) -> tuple[int, Path | None, str | None]:
-        assert manifest is not None, "rank 0 has the manifest"
+    def _begin(self, step: int) -> tuple[Path | None, str]:
+        """An empty folder for the checkpoint of ``step``, or why there is none."""
         try:
-            return manifest.step, self._folder.begin(manifest.step), None
+            return self._folder.begin(step), ""
         except OSError as error:
-            return manifest.step, None, self._refusal(manifest.step, error)
+            return None, self._refusal(step, error)
 
-    def _write(self, folder: Path, state: dict[str, Tensor], manifest: Manifest | None) -> Path | None:
+    def _write(self, folder: Path, state: dict[str, Tensor], manifest: Manifest) -> None:
         dcp.save(state, storage_writer=_Writer(folder), process_group=self._job.background)
-        if manifest is None:
-            return None
-        return self._folder.commit(folder, replace(manifest, files=file_sizes(folder)))
+        try:
+            if self._job.is_first:
+                self._folder.commit(folder, replace(manifest, files=file_sizes(folder)))
+        finally:
+            # A process that ended before the commit would have its launcher end rank 0 too.
+            dist.barrier(group=self._job.background)
 
     def poll(self) -> str | None:
-        """Why the checkpoint that was being written failed, if it has; on rank 0, which alone knows."""
-        return self.finish() if self._pending is not None and self._pending[1].done() else None
+        """Why the checkpoint that was being written failed, on all ranks, if it has ended so far."""
+        if self._pending is None or not self._job.on_first(self._pending[1].done):
+            return None
+        return self.finish()
 
     def finish(self) -> str | None:
-        """Wait until the checkpoint is written; why it failed, if so, on rank 0, which alone knows."""
+        """Wait until the checkpoint is written, if there is one; why it failed, if so, on all ranks."""
         if self._pending is None:
             return None
         step, future = self._pending
         self._pending = None
         error = future.exception()
-        if error is None or not self._job.is_first:
-            return None
+        return self._job.on_first(lambda: None if error is None else self._failed(step, error))
+
+    def close(self) -> None:
+        """Let what is being written end, also where this process is about to fail. No collective of its own."""
+        self._thread.shutdown()
+
+    def _failed(self, step: int, error: BaseException) -> str:
         self._folder.clean()
         return self._refusal(step, error)
 
@@ -132,9 +144,7 @@ class Checkpoints:
                 "step": torch.zeros(()),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
             }
-        state = self._state()
-        if self._tied_copy is not None:
-            self._add(state, *self._tied_copy)
+        state = self._state(with_copies=True)
         try:
             dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._job.background)
         except (CheckpointException, RuntimeError, OSError, KeyError) as error:
@@ -145,23 +155,15 @@ class Checkpoints:
         torch.set_rng_state(state["rng"])
         self._parameters.publish()
 
-    @property
-    def _tied_copy(self) -> tuple[str, torch.nn.Parameter] | None:
-        """The last stage's copy of the embedding's weight, and the embedding's name for it."""
-        stage = self._stage
-        if stage.is_first or stage.tied_parameter is None:
-            return None
-        copy = next(name for name, p in stage.model.named_parameters() if p is stage.tied_parameter)
-        sources: dict[str, str] = stage.model._tied_weights_keys
-        return sources[copy], dict(self._parameters.named())[copy]
+    def _state(self, *, with_copies: bool = False) -> dict[str, Tensor]:
+        """All of this stage's tensors by the names under which they are stored.
 
-    def _state(self) -> dict[str, Tensor]:
-        """All of this stage's tensors by name, but for a copy of another stage's weight."""
-        tied = None if self._tied_copy is None else self._tied_copy[1]
+        A copy of another stage's weight is stored there, and read here too if ``with_copies``.
+        """
         state: dict[str, Tensor] = {"rng": torch.get_rng_state()}
         for name, parameter in self._parameters.named():
-            if parameter is not tied:
-                self._add(state, name, parameter)
+            if with_copies or self._stage.owns(name):
+                self._add(state, self._stage.stored_name(name), parameter)
         persistent = self._stage.model.state_dict()
         for name, buffer in self._stage.model.named_buffers():
             if name in persistent:

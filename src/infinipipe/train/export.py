@@ -10,7 +10,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from infinipipe.model import Stage
 from infinipipe.model.weights import write_index, write_shard
@@ -27,9 +27,9 @@ def save_model(
     stage: Stage,
     parameters: Parameters,
     config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Path,
 ) -> None:
-    """Write weights, configuration and tokenizer so that ``from_pretrained`` loads them; ``tokenizer`` is rank 0's.
+    """Write weights, configuration and the files of the folder ``tokenizer`` so that ``from_pretrained`` loads them.
 
     Master weights are written, those of a stage by one of its processes. ``directory`` is replaced at the end, when all shards
     are there. Raises ``ValueError`` if it cannot be written.
@@ -42,12 +42,11 @@ def save_model(
         beside.mkdir(parents=True)
 
     def complete(sizes: list[dict[str, int]]) -> None:
-        assert tokenizer is not None, "rank 0 has the tokenizer"
         write_index(sizes, beside)
         config.architectures = [type(stage.model).__name__]
         config.dtype = next(parameters.named())[1].dtype
         config.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+        shutil.copytree(tokenizer, beside, dirs_exist_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
         beside.rename(directory)
 
@@ -55,10 +54,12 @@ def save_model(
     tensors = _tensors(stage, parameters, writes=writes)
     sizes = job.everywhere(
         lambda: (
-            _written(directory, lambda: write_shard(tensors, beside, stage.index, stage.num_stages)) if writes else None
+            _written(directory, lambda: write_shard(tensors, beside, mesh.stage, mesh.layout.stages))
+            if writes
+            else None
         )
     )
-    shards = {index: shard for index, shard in job.gather_objects((stage.index, sizes)) if shard is not None}
+    shards = {index: shard for index, shard in job.gather_objects((mesh.stage, sizes)) if shard is not None}
     job.on_first(lambda: _written(directory, lambda: complete([shards[index] for index in sorted(shards)])))
 
 
@@ -73,10 +74,12 @@ def _written(directory: Path, work: Callable[[], T]) -> T:
 def _tensors(stage: Stage, parameters: Parameters, *, writes: bool) -> dict[str, Tensor]:
     """The stage's whole master weights and persistent buffers, on the CPU, for the process that ``writes``.
 
-    A collective of the stage's processes, which gather one tensor at a time. A tied head is in the first stage's shard alone.
+    A collective of the stage's processes, which gather one tensor at a time. A weight that another stage owns is in its shard alone.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.named():
+        if not stage.owns(name):
+            continue
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
@@ -84,7 +87,4 @@ def _tensors(stage: Stage, parameters: Parameters, *, writes: bool) -> dict[str,
             tensors[name] = whole.cpu()
     buffers = dict(stage.model.named_buffers())
     tensors |= {name: tensor for name, tensor in stage.model.state_dict().items() if name in buffers}
-    if stage.is_last and not stage.is_first and stage.tied_parameter is not None:
-        head = next(name for name, p in stage.model.named_parameters() if p is stage.tied_parameter)
-        tensors.pop(head, None)
     return tensors

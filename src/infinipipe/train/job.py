@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from infinipipe.plan import Plan, from_json, to_json
-from infinipipe.runtime import Batch
 from infinipipe.settings import SettingError
-from infinipipe.train.place import Place
-from infinipipe.train.report import StoppedElsewhereError
+from infinipipe.train.environment import ProcessEnvironment
+from infinipipe.train.errors import StoppedElsewhereError
 from infinipipe.train.settings import ParallelSettings
 
 PATIENCE = timedelta(days=1)
-"""How long a process waits for another; a hang ends the job sooner, see :mod:`infinipipe.train.progress`."""
+"""How long a process waits for another; a hang ends the job sooner, see :mod:`infinipipe.train.heartbeat`."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Job:
     background: dist.ProcessGroup
 
     @classmethod
-    def start(cls, place: Place, settings: ParallelSettings) -> Job:
+    def start(cls, process: ProcessEnvironment, settings: ParallelSettings) -> Job:
         """Meet the other processes. Raises ``SettingError`` if there is no such device."""
-        device = _device(place, settings)
+        device = _device(process, settings)
         torch.set_num_threads(settings.threads)
         backend = "gloo"
         if device.type == "cuda":
@@ -53,11 +53,11 @@ class Job:
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=PATIENCE,
         )
-        return cls.among(range(place.world_size), device)
+        return cls.among(range(process.world_size), device)
 
     @classmethod
     def among(cls, ranks: Sequence[int], device: torch.device) -> Job:
@@ -80,17 +80,39 @@ class Job:
 
         A ``ValueError`` that it raises there is raised on rank 0; the others raise ``StoppedElsewhereError``.
         """
-        value, error = _attempt(work) if self.is_first else (None, None)
-        shared: list[Any] = [(value, None if error is None else str(error))]
-        dist.broadcast_object_list(shared, src=0, group=self.control)
-        result, message = shared[0]
-        self._stop_on([message], error)
-        return result
+        return self.publish(work) if self.is_first else self.receive()
+
+    def publish(self, work: Callable[[], T]) -> T:
+        """Rank 0's side of :meth:`on_first`."""
+        try:
+            value = work()
+        except ValueError as error:
+            self._broadcast((None, str(error)))
+            raise
+        self._broadcast((value, None))
+        return value
+
+    def receive(self) -> Any:
+        """The other ranks' side of :meth:`on_first`."""
+        value, message = self._broadcast((None, None))
+        if message is not None:
+            raise StoppedElsewhereError(f"rank 0 stopped: {message}")
+        return value
+
+    def stop(self, error: ValueError) -> NoReturn:
+        """End the job with an error that all ranks know: raised on rank 0, the others raise ``StoppedElsewhereError``."""
+        if self.is_first:
+            raise error
+        raise StoppedElsewhereError(f"rank 0 stopped: {error}")
 
     def everywhere(self, work: Callable[[], T]) -> T:
         """Run ``work`` on all ranks; if it raises ``ValueError`` on some, the lowest of them raises it, and all stop."""
         value, error = _attempt(work)
-        self._stop_on(self.gather_objects(None if error is None else str(error)), error)
+        for rank, message in enumerate(self.gather_objects(None if error is None else str(error))):
+            if message is not None:
+                if rank == self.rank and error is not None:
+                    raise error
+                raise StoppedElsewhereError(f"rank {rank} stopped: {message}")
         return cast(T, value)
 
     def check_equal(self, digest: str, what: str) -> None:
@@ -106,32 +128,65 @@ class Job:
         dist.all_gather_object(gathered, value, group=self.control)
         return gathered
 
-    def share_step(self, make: Callable[[], tuple[Plan, Batch]]) -> tuple[Plan, Batch]:
-        """The plan and the batch that ``make`` returns on rank 0, on all ranks, with the plans' hashes compared."""
-        made: tuple[Plan, Batch] | None = None
+    def _broadcast(self, value: T) -> T:
+        """Rank 0's ``value``."""
+        shared: list[Any] = [value]
+        dist.broadcast_object_list(shared, src=0, group=self.control)
+        return cast(T, shared[0])
 
-        def text() -> str:
-            nonlocal made
-            made = make()
-            return to_json(made[0])
 
-        plan = from_json(self.on_first(text))
-        self.check_equal(plan.hash, "the plan")
-        if made is not None:
-            flat = torch.stack([torch.cat(list(made[1].tokens)), torch.cat(list(made[1].labels))])
-        else:
-            flat = torch.empty(2, plan.num_tokens, dtype=torch.int64)
-        dist.broadcast(flat, src=0, group=self.control)
-        tokens, labels = (row.split(list(plan.lengths)) for row in flat)
-        return plan, Batch(tokens, labels)
+class OnFirst(ABC, Generic[T]):
+    """Something that rank 0 alone has. All ranks hold one of these in its place, and say the same to it: rank 0 answers to all."""
 
-    def _stop_on(self, messages: Sequence[str | None], own: ValueError | None) -> None:
-        """Raise if any rank has a message: on the lowest such rank its own error, on the others that it stopped."""
-        for rank, message in enumerate(messages):
-            if message is not None:
-                if rank == self.rank and own is not None:
-                    raise own
-                raise StoppedElsewhereError(f"rank {rank} stopped: {message}")
+    @staticmethod
+    def make(job: Job, make: Callable[[], T]) -> OnFirst[T]:
+        """What ``make`` returns on rank 0; a collective with the errors of :meth:`Job.on_first`."""
+        return job.everywhere(lambda: _Here(job, make()) if job.is_first else _Elsewhere(job))
+
+    @abstractmethod
+    def then(self, make: Callable[[T], U]) -> OnFirst[U]:
+        """Something that rank 0 makes of it; a collective with the errors of :meth:`Job.on_first`."""
+
+    @abstractmethod
+    def ask(self, question: Callable[[T], U]) -> U:
+        """What ``question`` returns on rank 0, on all ranks; a collective with the errors of :meth:`Job.on_first`."""
+
+    @abstractmethod
+    def tell(self, order: Callable[[T], object]) -> None:
+        """Have rank 0 do something with it; the others go on at once."""
+
+
+class _Here(OnFirst[T]):
+    """Rank 0's side."""
+
+    def __init__(self, job: Job, thing: T) -> None:
+        self._job, self._thing = job, thing
+
+    def then(self, make: Callable[[T], U]) -> OnFirst[U]:
+        return OnFirst.make(self._job, lambda: make(self._thing))
+
+    def ask(self, question: Callable[[T], U]) -> U:
+        return self._job.publish(lambda: question(self._thing))
+
+    def tell(self, order: Callable[[T], object]) -> None:
+        order(self._thing)
+
+
+class _Elsewhere(OnFirst[T]):
+    """The side of all other ranks."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def then(self, make: Callable[[T], U]) -> OnFirst[U]:
+        other: OnFirst[U] = _Elsewhere(self._job)
+        return self._job.everywhere(lambda: other)
+
+    def ask(self, question: Callable[[T], U]) -> U:
+        return cast(U, self._job.receive())
+
+    def tell(self, order: Callable[[T], object]) -> None:
+        pass
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, ValueError | None]:
@@ -141,13 +196,13 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ValueError | None]:
         return None, error
 
 
-def _device(place: Place, settings: ParallelSettings) -> torch.device:
+def _device(process: ProcessEnvironment, settings: ParallelSettings) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
     if settings.device == "cpu" or (settings.device == "auto" and count < local_size):
         return torch.device("cpu")
-    if place.local_rank >= count:
+    if process.local_rank >= count:
         raise SettingError(
-            f"parallel.device is cuda, but process {place.local_rank} of this machine has none of its {count} devices"
+            f"parallel.device is cuda, but process {process.local_rank} of this machine has none of its {count} devices"
         )
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", process.local_rank)

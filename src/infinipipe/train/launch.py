@@ -1,7 +1,7 @@
 """Starts the workers of one machine, watches them, and ends them all when one dies. Imports no torch.
 
 Worker processes run the same command with torchrun's variables set. Each holds its standard input open: when the launcher
-is gone, however it ended, the pipe breaks and the worker ends itself (see :mod:`infinipipe.train.report`).
+is gone, however it ended, the pipe breaks and the worker ends itself (see :mod:`infinipipe.train.errors`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinipipe.train.errors import REPORTS, ErrorReport, read_report, report_path
+from infinipipe.train.heartbeat import state_path
 from infinipipe.train.interrupt import STOPPED, StopRequest
-from infinipipe.train.progress import state_path
-from infinipipe.train.report import REPORTS, Report, read_report, report_path
 
 GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.1
@@ -33,7 +33,7 @@ class Failure:
 
     rank: int
     code: int
-    report: Report | None
+    report: ErrorReport | None
 
     @property
     def is_users(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,35 @@ from infinipipe.data import Corpus, open_corpus
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
 from infinipipe.train.convert import TOKENIZER
+from infinipipe.train.environment import ProcessEnvironment
+from infinipipe.train.errors import REPORTS
 from infinipipe.train.export import save_model
-from infinipipe.train.feed import Feed
+from infinipipe.train.heartbeat import WAITING, Announce, Heartbeat, Watchdog, announce_nothing
 from infinipipe.train.interrupt import STOPPED, StopRequest
-from infinipipe.train.job import Job
+from infinipipe.train.job import Job, OnFirst
+from infinipipe.train.leader import Leader
+from infinipipe.train.loader import TrainingBatch
 from infinipipe.train.lock import OutputLock
-from infinipipe.train.metrics import MetricsWriter
 from infinipipe.train.model import model_config
-from infinipipe.train.place import Place
-from infinipipe.train.progress import WAITING, Progress, Watchdog
-from infinipipe.train.report import REPORTS
 from infinipipe.train.settings import Settings
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, read_manifest
 from infinipipe.train.trainer import Trainer
 from infinipipe.verify import self_check
 
 
-def train(settings: Settings, place: Place, *, settings_text: str) -> int:
+def train(settings: Settings, process: ProcessEnvironment, *, settings_text: str) -> int:
     """Train as ``settings`` say; every process of the job calls this. ``settings_text`` is kept beside the results.
 
     Returns the exit code: 0, or ``STOPPED`` if a signal ended the run early. Raises ``ValueError`` for what the user can mend.
     """
     output = Path(settings.train.output)
-    lock = OutputLock(output) if place.rank == 0 and REPORTS not in os.environ else None
-    progress = Progress(output / "logs", place.rank)
-    name = settings.parallel.name_of
-    watchdog = Watchdog(progress, place.world_size, settings.train.timeout, name)
-    job = Job.start(place, settings.parallel)
+    lock = OutputLock(output) if process.rank == 0 and REPORTS not in os.environ else None
+    heartbeat = Heartbeat(output / "logs", process.rank)
+    watchdog = Watchdog(heartbeat, process.world_size, settings.train.timeout, settings.parallel.name_of)
+    job = Job.start(process, settings.parallel)
     with StopRequest() as stop:
-        code = Run(job, settings, settings_text, progress, stop).execute()
-    progress.doing(f"{WAITING} for the end of the job")
+        code = Run(job, settings, settings_text, heartbeat.doing, stop).execute()
+    heartbeat.doing(f"{WAITING} for the end of the job")
     job.close()
     watchdog.stop()
     if lock is not None:
@@ -65,6 +65,7 @@ class Run:
 
     Args:
         settings_text: the settings as YAML, to be kept.
+        announce: told what this process does.
         stop: asks the run to end early.
     """
 
@@ -73,12 +74,12 @@ class Run:
         job: Job,
         settings: Settings,
         settings_text: str = "",
-        progress: Progress | None = None,
+        announce: Announce = announce_nothing,
         stop: StopRequest | None = None,
     ) -> None:
         self._job, self._settings = job, settings
         self._text = settings_text
-        self._progress = progress
+        self._announce = announce
         self._stop = stop or StopRequest()
         self._console = Console(quiet=not job.is_first)
         self._output = Path(settings.train.output)
@@ -87,12 +88,13 @@ class Run:
     def execute(self) -> int:
         """Train, from a checkpoint if there is one to resume from, and export the model; returns the exit code."""
         job, settings = self._job, self._settings
-        corpus = self._open_corpus()
-        vocab_size = job.on_first(lambda: len(_of_first(corpus).tokenizer))
-        length = job.on_first(lambda: typical_length(_of_first(corpus).train.lengths))
+        self._announce(f"{WAITING} for the corpus")
+        corpus = OnFirst.make(job, self._open_corpus)
+        vocab_size = corpus.ask(lambda corpus: len(corpus.tokenizer))
+        length = corpus.ask(lambda corpus: typical_length(corpus.train.lengths))
         config = job.everywhere(lambda: model_config(settings.model, vocab_size))
         job.on_first(lambda: self_check(config))
-        trainer = Trainer(job, settings, config, length, self._progress)
+        trainer = Trainer(job, settings, config, length, self._announce)
         checkpoints = Checkpoints(
             self._folder,
             job,
@@ -105,82 +107,76 @@ class Run:
         self._console.say(trainer.describe())
         start = self._resume(trainer, checkpoints)
         with ExitStack() as stack:
-            feed = metrics = None
-            if corpus is not None:
-                self._output.mkdir(parents=True, exist_ok=True)
-                (self._output / "settings.yaml").write_text(self._text)
-                corpus.tokenizer.save_pretrained(self._output / TOKENIZER)
-                metrics = stack.enter_context(MetricsWriter(self._output, after_step=start.step))
-                feed = stack.enter_context(Feed(corpus.train, settings, trainer.planner, start.position))
-            stopped = self._steps(trainer, checkpoints, start, corpus, feed, metrics)
+            stack.callback(checkpoints.close)
+            leader = corpus.then(lambda corpus: self._leader(corpus, trainer, start))
+            stack.callback(leader.tell, Leader.close)
+            stopped = self._steps(trainer, checkpoints, start, leader)
         if stopped:
             return STOPPED
-        trainer.doing("writing the model")
-        tokenizer = None if corpus is None else corpus.tokenizer
-        save_model(self._output / "checkpoint", job, trainer.mesh, trainer.stage, trainer.parameters, config, tokenizer)
-        self._console.say(f"wrote {self._output / 'checkpoint'}")
+        self._announce("writing the model")
+        model, tokenizer = self._output / "checkpoint", self._output / TOKENIZER
+        save_model(model, job, trainer.mesh, trainer.stage, trainer.parameters, config, tokenizer)
+        self._console.say(f"wrote {model}")
         return 0
 
-    def _steps(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        start: _Start,
-        corpus: Corpus | None,
-        feed: Feed | None,
-        metrics: MetricsWriter | None,
-    ) -> bool:
+    def _leader(self, corpus: Corpus, trainer: Trainer, start: _Start) -> Leader:
+        return Leader(
+            corpus,
+            self._settings,
+            trainer.planner,
+            text=self._text,
+            step=start.step,
+            position=start.position,
+            console=self._console,
+            announce=self._announce,
+        )
+
+    def _steps(self, trainer: Trainer, checkpoints: Checkpoints, start: _Start, leader: OnFirst[Leader]) -> bool:
         """All steps with evaluations and checkpoints; whether a signal ended them early."""
         settings, say = self._settings.train, self._console.say
-        last, every = settings.stop_after or settings.steps, settings.checkpoint_every
+        last, every = settings.last_step, settings.checkpoint_every
         if start.step >= last:
             say(f"all {last} steps are done; raise train.steps, or set train.resume to never to start anew")
         for number in range(start.step + 1, last + 1):
-            record, planned = trainer.step(number, feed)
-            say(record.line(last))
-            if metrics is not None:
-                metrics.step(record)
-            if number == last or (settings.evaluate_every and number % settings.evaluate_every == 0):
-                self._evaluate(trainer, number, corpus, metrics, is_last=number == last)
+            record, taken = trainer.step(number, leader)
+            leader.tell(partial(Leader.record_step, record=record))
             stopped = any(self._job.gather_objects(self._stop.asked)) and number < last
+            self._warn(checkpoints.poll())
             if stopped or (every and (number == last or number % every == 0)):
-                manifest = None
-                if planned is not None:
-                    manifest = self._manifest(number, planned.drawn.position, trainer)
-                self._save(checkpoints, trainer, manifest, must=stopped or number == last)
-            elif (failure := checkpoints.poll()) is not None:
-                say(f"warning: {failure}; training goes on")
+                self._save(checkpoints, self._manifest(number, taken, trainer), must=stopped or number == last)
+            # After saving: an evaluation that fails loses no step.
+            if number == last or (settings.evaluate_every and number % settings.evaluate_every == 0):
+                evaluation = trainer.evaluate(leader)
+                if evaluation is not None:
+                    leader.tell(partial(Leader.record_evaluation, step=number, evaluation=evaluation))
             if stopped:
                 say(f"stopped after step {number} as asked; start again to go on from there")
                 return True
         return False
 
-    def _save(self, checkpoints: Checkpoints, trainer: Trainer, manifest: Manifest | None, *, must: bool) -> None:
-        """Save; where nothing ``must`` be safe afterwards, a failure is a warning, else it is raised."""
-        trainer.doing("saving a checkpoint")
-        failure = checkpoints.save(manifest)
-        if must:
-            later = checkpoints.finish()
-            failure = later or failure
+    def _save(self, checkpoints: Checkpoints, manifest: Manifest, *, must: bool) -> None:
+        """Save; where this checkpoint ``must`` be safe afterwards, a failure is raised, else it is a warning."""
+        self._announce("saving a checkpoint")
+        self._warn(checkpoints.finish())
+        failure = checkpoints.save(manifest, wait=must)
+        if failure is not None and must:
+            self._job.stop(CheckpointError(f"{failure}; make room or name another train.output, and start again"))
+        self._warn(failure)
 
-            def require() -> None:
-                if failure is not None:
-                    raise CheckpointError(f"{failure}; make room or name another train.output, and start again")
-
-            self._job.on_first(require)
-        elif failure is not None:
+    def _warn(self, failure: str | None) -> None:
+        if failure is not None:
             self._console.say(f"warning: {failure}; training goes on")
 
-    def _manifest(self, step: int, position: dict[str, Any], trainer: Trainer) -> Manifest:
+    def _manifest(self, step: int, taken: TrainingBatch, trainer: Trainer) -> Manifest:
         layout = self._settings.parallel.layout
-        return Manifest(step, position, trainer.config.to_dict(), layout, self._text, files={})
+        return Manifest(step, taken.position, trainer.config.to_dict(), layout, self._text, files={})
 
     def _resume(self, trainer: Trainer, checkpoints: Checkpoints) -> _Start:
         """Load the checkpoint to go on from, if any. Raises ``CheckpointError`` for one that cannot be used."""
         start = self._job.on_first(lambda: self._choose(trainer))
         if start.checkpoint is not None:
             path = start.checkpoint
-            trainer.doing(f"reading the checkpoint {path}")
+            self._announce(f"reading the checkpoint {path}")
             self._job.everywhere(lambda: checkpoints.load(path))
         return start
 
@@ -208,56 +204,23 @@ class Run:
         self._console.say(f"resuming after step {manifest.step} from {path}, written by {manifest.layout}")
         return _Start(manifest.step, manifest.position, path)
 
-    def _evaluate(
-        self, trainer: Trainer, number: int, corpus: Corpus | None, metrics: MetricsWriter | None, *, is_last: bool
-    ) -> None:
-        evaluation = trainer.evaluate(None if corpus is None else corpus.held_out)
-        if evaluation is None:
-            return
-        self._console.say(f"held-out loss {evaluation.loss:.4f} over {evaluation.tokens} tokens")
-        if metrics is not None:
-            metrics.evaluation(number, evaluation.loss, evaluation.tokens)
-        if is_last and corpus is not None:
-            gain = corpus.unigram_entropy - evaluation.loss
-            self._console.say(
-                f"held-out loss {evaluation.loss:.4f}, unigram entropy {corpus.unigram_entropy:.4f}: "
-                f"{abs(gain):.4f} nats per token {'better' if gain >= 0 else 'worse'}"
-            )
+    def _open_corpus(self) -> Corpus:
+        """The corpus, with a progress bar while it is read, and what there is to say of it."""
+        with self._console.progress() as progress:
 
-    def _open_corpus(self) -> Corpus | None:
-        """The corpus on rank 0; the others wait until it is there."""
-        corpus: Corpus | None = None
-        console, settings = self._console, self._settings
+            def report(what: str, done: int, total: int) -> None:
+                self._announce(f"{what}: {done} of {total} bytes")
+                progress(what, done, total)
 
-        def opened() -> None:
-            nonlocal corpus
-            with console.progress() as progress:
-
-                def report(what: str, done: int, total: int) -> None:
-                    self._doing(f"{what}: {done} of {total} bytes")
-                    progress(what, done, total)
-
-                corpus = open_corpus(settings.data, settings.tokenizer, report)
-
-        self._doing(f"{WAITING} for the corpus" if not self._job.is_first else "opening the corpus")
-        self._job.on_first(opened)
-        if corpus is not None:
-            for line in corpus.report:
-                console.say(line)
-            console.say(
-                f"{len(corpus.train)} sequences to train on, {len(corpus.held_out)} held out; "
-                f"unigram entropy {corpus.unigram_entropy:.4f} nats per token"
-            )
+            self._announce("opening the corpus")
+            corpus = open_corpus(self._settings.data, self._settings.tokenizer, report)
+        for line in corpus.report:
+            self._console.say(line)
+        self._console.say(
+            f"{len(corpus.train)} sequences to train on, {len(corpus.held_out)} held out; "
+            f"unigram entropy {corpus.unigram_entropy:.4f} nats per token"
+        )
         return corpus
-
-    def _doing(self, action: str) -> None:
-        if self._progress is not None:
-            self._progress.doing(action)
-
-
-def _of_first(corpus: Corpus | None) -> Corpus:
-    assert corpus is not None, "only rank 0 asks for the corpus"
-    return corpus
 
 
 def _check_model(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:

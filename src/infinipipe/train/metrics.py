@@ -50,7 +50,8 @@ class StepRecord:
         step: its number, from 1.
         loss: mean token loss, in nats.
         tokens: of the global batch.
-        seconds: from one step's end to the next one's.
+        seconds: from asking for the batch to the end of the optimizer's work, waiting for the plan included; what comes
+            between steps (evaluation, the snapshot for a checkpoint) and the writing of timelines are not.
         gradient_norm: before clipping.
         learning_rate: that was used.
         peak_bytes: most live activation bytes of every stage.
@@ -82,6 +83,14 @@ class StepRecord:
             f"{self.tokens / self.seconds:,.0f} tokens/s  norm {self.gradient_norm:.3f}  "
             f"activations {peaks} MiB  {self.tokens} tokens: {self.plan}"
         )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss, in nats, over ``tokens`` supervised tokens of held-out sequences."""
+
+    loss: float
+    tokens: int
 
 
 class MetricsWriter:
@@ -125,10 +134,10 @@ class MetricsWriter:
         for name, value in scalars.items():
             self._board.add_scalar(f"train/{name}", value, record.step)
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Write the held-out loss after ``step`` steps, over ``tokens`` supervised tokens."""
-        self._write({"kind": "evaluation", "step": step, "loss": loss, "tokens": tokens})
-        self._board.add_scalar("held_out/loss", loss, step)
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Write an evaluation after ``step`` steps."""
+        self._write({"kind": "evaluation", "step": step, **asdict(evaluation)})
+        self._board.add_scalar("held_out/loss", evaluation.loss, step)
 
     def _write(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record) + "\n")

@@ -28,14 +28,16 @@ def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ..
     Where the processes of a stage share its states, each holds its part of them, all gradients until the step's last backward
     and the gathered weights: all if they are kept, those of the largest part of the stage if they are released.
     """
-    parallel = settings.parallel
+    parallel, placement = settings.parallel, settings.parallel.placed
     itemsize: int = getattr(torch, settings.model.dtype).itemsize
     if parallel.sequence_parallel * parallel.replicas == 1:
         copies = itemsize if itemsize < GRADIENT_BYTES else 0
-        return state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES + copies)
-    own = state_bytes(shape, stage_layers, bytes_per_parameter=ADAMW_BYTES, shards=parallel.sequence_parallel)
+        return state_bytes(shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES + copies)
+    shards = parallel.sequence_parallel
+    own = state_bytes(shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES, shards=shards)
     keeps = parallel.gather_policy == "keep"
-    whole = state_bytes(shape, stage_layers, bytes_per_parameter=GRADIENT_BYTES + (itemsize if keeps else 0))
+    kept = GRADIENT_BYTES + (itemsize if keeps else 0)
+    whole = state_bytes(shape, stage_layers, placement, bytes_per_parameter=kept)
     gathered = 0 if keeps else max(shape.layer_weights, shape.embedding_weights) * itemsize
     return tuple(mine + all_of_it + gathered for mine, all_of_it in zip(own, whole, strict=True))
 
@@ -43,7 +45,7 @@ def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ..
 class StepPlanner:
     """Plans steps on the cost file of the settings, or on a cost model that follows from the model's shape.
 
-    Where the settings do not say how many layers a stage has, the cost file does, and where there is none, stages are
+    Where the settings do not say how many layers a part has, the cost file does, and where there is none, parts are
     balanced for sequences of ``length`` tokens.
 
     Attributes:
@@ -64,12 +66,13 @@ class StepPlanner:
             dtype: torch.dtype = getattr(torch, settings.model.dtype)
             cost = flop_cost(
                 shape,
-                given or balanced_stages(shape, settings.parallel.stages, length),
+                given or balanced_stages(shape, settings.parallel.placed.num_parts, length),
                 element_bytes=dtype.itemsize,
                 flops_per_second=plan.flops_per_second,
                 chunk_seconds=plan.chunk_seconds,
                 sequence_parallel=settings.parallel.sequence_parallel,
                 block_tokens=settings.train.loss_block_tokens,
+                placement=settings.parallel.placed,
             )
         self.cost = dataclasses.replace(cost, states=states_of(settings, shape, cost.stage_layers))
         self.settings = PlannerSettings(
@@ -91,17 +94,19 @@ class StepPlanner:
 
 
 def _given_layers(parallel: ParallelSettings, shape: ModelShape) -> tuple[int, ...] | None:
-    """Layers of every stage if the settings say. Raises ``SettingError`` if the model has no such stages."""
-    given, stages = parallel.stage_layers, parallel.stages
+    """Layers of every part if the settings say. Raises ``SettingError`` if the model has no such parts."""
+    given, stages, parts = parallel.stage_layers, parallel.stages, parallel.placed.num_parts
     if given is None:
-        if stages > shape.layers:
+        if parts > shape.layers:
+            count = f"parallel.stages is {stages}" + (f", of {parts // stages} parts each" if parts > stages else "")
             raise SettingError(
-                f"parallel.stages is {stages}, but the model has {shape.layers} layers; use at most {shape.layers} stages"
+                f"{count}, but the model has {shape.layers} layers; use at most {shape.layers} "
+                + ("parts" if parts > stages else "stages")
             )
         return None
-    if len(given) != stages or sum(given) != shape.layers or min(given) < 0:
+    if len(given) != parts or sum(given) != shape.layers or min(given) < 0:
         raise SettingError(
-            f"parallel.stage_layers {given} must name {stages} counts that sum to the model's {shape.layers} layers"
+            f"parallel.stage_layers {given} must name {parts} counts that sum to the model's {shape.layers} layers"
         )
     return tuple(given)
 
@@ -117,6 +122,11 @@ def _measured_cost(settings: Settings, shape: ModelShape, given: tuple[int, ...]
     """The cost file of the settings, with its own states. Raises ``CostError`` if it is of another layout or model."""
     cost, parallel = load_cost(settings.plan.cost), settings.parallel
     described = f"plan.cost {settings.plan.cost} describes stages of {list(cost.stage_layers)} layers"
+    if cost.num_stages == parallel.stages and cost.placement != parallel.placed:
+        raise CostError(
+            f"plan.cost {settings.plan.cost} places the parts {[list(parts) for parts in cost.placement.parts]} on its stages, the "
+            f"run {[list(parts) for parts in parallel.placed.parts]}; profile this placement"
+        )
     if (cost.num_stages, sum(cost.stage_layers)) != (parallel.stages, shape.layers):
         raise CostError(
             f"{described}, but the run has parallel.stages {parallel.stages} and a model of {shape.layers} layers; "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infinipipe.data.settings import DataSettings, TokenizerSettings
+from infinipipe.plan import Placement, placement_named
 from infinipipe.settings import SettingError, require_above, require_range
 
 
@@ -89,7 +90,9 @@ class ParallelSettings:
         replicas: data-parallel copies of the pipeline, among which each step's sequences are divided
         mesh_order: from what ranks far apart differ in to what neighbouring ranks do, which are of one machine
         gather_policy: whether parameters that processes share stay gathered through a step, or are released after each use
-        stage_layers: decoder layers of every stage; if not given, those of plan.cost, else such that all stages take equal time for the training data
+        placement: which parts of the model (virtual stages) lie on which stage: plain, one part on each; interleaved, part k on stage k mod stages; v, there and back, which leaves embedding and head on one stage
+        parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2
+        stage_layers: decoder layers of every part, which is every stage where the placement is plain; if not given, those of plan.cost, else such that all take equal time for the training data
         device: auto takes CUDA where there is a device for every process, else the CPU
         threads: of each process on the CPU
     """
@@ -101,6 +104,8 @@ class ParallelSettings:
         default_factory=lambda: ["replica", "stage", "sequence"]
     )
     gather_policy: Literal["keep", "release"] = "keep"
+    placement: Literal["plain", "interleaved", "v"] = "plain"
+    parts_per_stage: int | None = None
     stage_layers: list[int] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
@@ -108,11 +113,23 @@ class ParallelSettings:
     def __post_init__(self) -> None:
         for name in ("stages", "sequence_parallel", "replicas", "threads"):
             require_range(f"parallel.{name}", getattr(self, name), at_least=1)
+        if self.parts_per_stage is not None:
+            require_range("parallel.parts_per_stage", self.parts_per_stage, at_least=1)
+        try:
+            _ = self.placed
+        except ValueError as error:
+            raise SettingError(f"parallel.placement with parallel.parts_per_stage: {error}") from None
         if sorted(self.mesh_order) != ["replica", "sequence", "stage"]:
             raise SettingError(
                 f"parallel.mesh_order is {', '.join(self.mesh_order) or 'empty'}; it must name each of replica, stage and "
                 "sequence once"
             )
+
+    @property
+    def placed(self) -> Placement:
+        """The parts of every stage."""
+        per_stage = self.parts_per_stage or (1 if self.placement == "plain" else 2)
+        return placement_named(self.placement, self.stages, per_stage)
 
     @property
     def num_processes(self) -> int:
@@ -134,7 +151,8 @@ class ParallelSettings:
         """The layout in words; what there is only one of is left out, stages excepted."""
         sizes = [(self.replicas, "replicas"), (self.stages, "stages"), (self.sequence_parallel, "sequence-parallel")]
         shown = [f"{size} {name}" for size, name in sizes if size > 1 or name == "stages"]
-        return " x ".join(shown).replace("1 stages", "1 stage")
+        parts = "" if self.placed.is_plain else f" of {len(self.placed.parts[0])} parts ({self.placement})"
+        return " x ".join(shown).replace("1 stages", "1 stage").replace("stages", f"stages{parts}", 1)
 
     def describe(self) -> str:
         """The number of processes and where it comes from."""
@@ -226,6 +244,11 @@ class TrainSettings:
             require_range("train.timeline_steps", step, at_least=1)
         if not self.resume:
             raise SettingError("train.resume is empty; give auto, never or the path of a checkpoint")
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.stop_after or self.steps
 
 
 @dataclass(frozen=True)

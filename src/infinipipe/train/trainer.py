@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.data import Sequences
 from infinipipe.model import Stage, build_stage
 from infinipipe.plan import Chunk, Plan
 from infinipipe.runtime import (
     AllocatorMeter,
-    Batch,
     Event,
     Executor,
     Layout,
@@ -29,32 +28,24 @@ from infinipipe.runtime import (
     Recorder,
     ShardedParameters,
     clip_gradients,
-    sync_tied_gradients,
+    sync_shared_gradients,
 )
 from infinipipe.runtime.sharding import local
-from infinipipe.train.feed import Feed, Planned, lengths_of, make_batch, require_supervised
-from infinipipe.train.job import Job
-from infinipipe.train.metrics import PlanSummary, StepRecord
+from infinipipe.train.heartbeat import WAITING, Announce, announce_nothing
+from infinipipe.train.job import Job, OnFirst
+from infinipipe.train.leader import Leader
+from infinipipe.train.loader import PlannedBatch, TrainingBatch, lengths_of
+from infinipipe.train.metrics import Evaluation, PlanSummary, StepRecord
 from infinipipe.train.optimizer import build_optimizer, learning_rate
 from infinipipe.train.planning import StepPlanner
-from infinipipe.train.progress import WAITING, Progress
 from infinipipe.train.settings import Settings
 from infinipipe.train.timelines import StageEvents, write_timelines
 
-NAMED_AT_MOST = 8
-"""Documents that a message lists."""
+P = TypeVar("P", bound=PlannedBatch)
 
 
 class DivergedError(ValueError):
     """Loss or gradient is not finite; the weights are those of the step before."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The mean loss over ``tokens`` supervised tokens."""
-
-    loss: float
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +66,7 @@ def layout_of(settings: Settings) -> Layout:
         stages=parallel.stages,
         sequence=parallel.sequence_parallel,
         order=tuple(parallel.mesh_order),
+        placement=parallel.placed,
     )
 
 
@@ -83,19 +75,25 @@ class Trainer:
 
     Args:
         length: typical length of the training sequences, see :class:`StepPlanner`.
+        announce: told what this process does.
 
     Raises ``ValueError`` for settings that do not fit the model.
     """
 
     def __init__(
-        self, job: Job, settings: Settings, config: PretrainedConfig, length: int, progress: Progress | None = None
+        self,
+        job: Job,
+        settings: Settings,
+        config: PretrainedConfig,
+        length: int,
+        announce: Announce = announce_nothing,
     ) -> None:
         self.job, self.settings, self.config = job, settings, config
-        self._progress = progress
+        self._announce = announce
         self.planner = job.everywhere(lambda: StepPlanner(settings, config, length))
         self.stage_layers = self.planner.cost.stage_layers
         self.mesh = Mesh(layout_of(settings).for_heads(config.num_attention_heads), job.device.type)
-        self.doing("building the stage")
+        self._announce("building the stage")
         self.stage, self.parameters = self._build()
         self._executor = Executor(
             self.stage,
@@ -103,7 +101,7 @@ class Trainer:
             self.parameters,
             loss_block_tokens=settings.train.loss_block_tokens,
             shard=self.mesh.shard,
-            announce=None if progress is None else progress.doing,
+            announce=announce,
         )
         self.optimizer = build_optimizer((p for _, p in self.parameters.named()), settings.optimizer)
         self._meter = MemoryMeter()
@@ -115,7 +113,7 @@ class Trainer:
             lambda: build_stage(
                 self.config,
                 self.stage_layers,
-                self.mesh.stage,
+                self.mesh.parts,
                 dtype=torch.promote_types(dtype, torch.float32),
                 device=self.job.device,
                 seed=settings.train.seed,
@@ -126,34 +124,21 @@ class Trainer:
             return stage, Parameters(stage, dtype)
         return stage, ShardedParameters(stage, sharding, dtype=dtype, policy=settings.parallel.gather_policy)
 
-    def doing(self, action: str) -> None:
-        """Say what this process does next."""
-        if self._progress is not None:
-            self._progress.doing(action)
-
-    def step(self, number: int, feed: Feed | None) -> tuple[StepRecord, Planned | None]:
-        """One optimizer step, ``number`` counted from 1, on the next of ``feed``, which rank 0 has; also what came from it.
+    def step(self, number: int, leader: OnFirst[Leader]) -> tuple[StepRecord, TrainingBatch]:
+        """One optimizer step, ``number`` counted from 1, on the leader's next batch; also that batch.
 
         Raises ``DivergedError`` before the weights change if the loss or a gradient is not finite.
         """
         start = time.perf_counter()
-        planned: Planned | None = None
-
-        def make() -> Planned:
-            nonlocal planned
-            assert feed is not None, "rank 0 has the feed"
-            self.doing(f"planning step {number}")
-            planned = feed.next()
-            return planned
-
-        self.doing(f"{WAITING} for the plan of step {number}")
-        plan, batch = self.job.share_step(lambda: ((made := make()).plan, made.drawn.batch))
+        self._announce(f"{WAITING} for the plan of step {number}")
+        taken = self._share(leader, lambda leader: leader.next_batch(number))
+        plan, batch = taken.plan, taken.batch
         self.parameters.zero_grad()
         recorder = self._recorder() if number in self.settings.train.timeline_steps else None
         with self._measured():
             result = self._executor.step(plan.replicas[self.mesh.replica], batch, recorder=recorder)
-        self.doing(f"{WAITING} for the gradients of step {number}")
-        sync_tied_gradients(self.stage, self.parameters, self.mesh)
+        self._announce(f"{WAITING} for the gradients of step {number}")
+        sync_shared_gradients(self.stage, self.parameters, self.mesh)
         norm = clip_gradients(self.stage, self.parameters, self.mesh, self.settings.optimizer.max_norm or math.inf)
         events = recorder.events() if recorder is not None else []
         peak = max([self._peak_bytes(), *(event.peak for event in events)])
@@ -161,28 +146,36 @@ class Trainer:
         parts = self.job.gather_objects(part)
         loss = sum(part.loss_sum for part in parts) / batch.num_supervised
         if not math.isfinite(loss) or not math.isfinite(norm):
-            self._diverged(number, loss, norm, parts, feed, planned)
-        self.doing(f"optimizer of step {number}")
+            self._diverged(number, loss, norm, parts, taken, leader)
+        self._announce(f"optimizer of step {number}")
         rate = self._update(number)
+        seconds = time.perf_counter() - start
         if recorder is not None:
             self._write_timelines(number, plan, events)
         record = StepRecord(
             step=number,
             loss=loss,
             tokens=plan.num_tokens,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             gradient_norm=norm,
             learning_rate=rate,
             peak_bytes=[
-                max(part.peak_bytes for part in parts if part.stage == stage) for stage in range(len(self.stage_layers))
+                max(part.peak_bytes for part in parts if part.stage == stage)
+                for stage in range(self.mesh.layout.stages)
             ],
             plan=PlanSummary.of(plan),
             plan_hash=plan.hash,
-            planning_seconds=planned.planning_seconds if planned else 0.0,
-            plan_wait_seconds=planned.waited_seconds if planned else 0.0,
-            plan_late=planned.late if planned else False,
+            planning_seconds=taken.planning_seconds,
+            plan_wait_seconds=taken.waited_seconds,
+            plan_late=taken.late,
         )
-        return record, planned
+        return record, taken
+
+    def _share(self, leader: OnFirst[Leader], take: Callable[[Leader], P]) -> P:
+        """What ``take`` gets from the leader, on all ranks, with the plans' hashes compared."""
+        planned = leader.ask(take)
+        self.job.check_equal(planned.plan.hash, "the plan")
+        return planned
 
     def _recorder(self) -> Recorder:
         """What records a step with its memory."""
@@ -210,56 +203,42 @@ class Trainer:
         return rate
 
     def _diverged(
-        self,
-        number: int,
-        loss: float,
-        norm: float,
-        parts: list[_Part],
-        feed: Feed | None,
-        planned: Planned | None,
-    ) -> None:
+        self, number: int, loss: float, norm: float, parts: list[_Part], taken: TrainingBatch, leader: OnFirst[Leader]
+    ) -> NoReturn:
         """Raise ``DivergedError`` on rank 0, naming stages and documents."""
         gradients = [local(p.grad) for _, p in self.parameters.named() if p.grad is not None]
         broken = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         stages = sorted({stage for stage, is_broken in self.job.gather_objects((self.mesh.stage, broken)) if is_broken})
         chosen = sorted(set(itertools.chain.from_iterable(part.not_finite for part in parts)))
-
-        def refuse() -> None:
-            assert feed is not None
-            assert planned is not None
-            samples = [planned.drawn.samples[sequence] for sequence in chosen] or planned.drawn.samples
-            sequences = feed.sequences
-            names = [sequences.cache.name(int(sequences.documents[sample])) for sample in samples[:NAMED_AT_MOST]]
-            more = f" and {len(samples) - len(names)} more" if len(samples) > len(names) else ""
-            where = f"gradients at stage {', '.join(map(str, stages))}" if stages else "no gradient"
-            whose = "documents with such a loss" if chosen else "documents of the step"
-            raise DivergedError(
+        samples = [taken.samples[sequence] for sequence in chosen] or taken.samples
+        documents = leader.ask(lambda leader: leader.documents(samples))
+        where = f"gradients at stage {', '.join(map(str, stages))}" if stages else "no gradient"
+        whose = "documents with such a loss" if chosen else "documents of the step"
+        self.job.stop(
+            DivergedError(
                 f"step {number}: the loss is {loss:g} and the gradient norm {norm:g}, {where} not finite; the weights were left "
-                f"as they were before the step; {whose}: {', '.join(names)}{more}; look at these, lower "
+                f"as they were before the step; {whose}: {documents}; look at these, lower "
                 "optimizer.learning_rate or raise optimizer.warmup_steps"
             )
+        )
 
-        self.job.on_first(refuse)
-
-    def evaluate(self, held_out: Sequences | None) -> Evaluation | None:
-        """Mean loss on held-out sequences, rank 0's, by forwards through the same pipelines; ``None`` if there are none."""
-        self.doing(f"{WAITING} for the evaluation")
+    def evaluate(self, leader: OnFirst[Leader]) -> Evaluation | None:
+        """Mean loss on held-out sequences by forwards through the same pipelines; ``None`` if there are none."""
+        self._announce(f"{WAITING} for the evaluation")
         limit, size = self.settings.train.evaluate_sequences, self.settings.data.sequences_per_step
-        count = self.job.on_first(lambda: 0 if held_out is None else min(len(held_out), limit))
+        count = min(leader.ask(Leader.num_held_out), limit)
         loss_sum, tokens = 0.0, 0
         for first in range(0, count, size):
             chosen = list(range(first, min(first + size, count)))
-            plan, batch = self.job.share_step(partial(self._planned, held_out, chosen))
-            loss_sum += self._executor.evaluate(plan.replicas[self.mesh.replica], batch).loss_sum
-            tokens += batch.num_supervised
+            planned = self._share(leader, partial(self._plan_held_out, chosen=chosen))
+            loss_sum += self._executor.evaluate(planned.plan.replicas[self.mesh.replica], planned.batch).loss_sum
+            tokens += planned.batch.num_supervised
         total = sum(self.job.gather_objects(loss_sum))
         return Evaluation(total / tokens, tokens) if tokens else None
 
-    def _planned(self, held_out: Sequences | None, chosen: list[int]) -> tuple[Plan, Batch]:
-        assert held_out is not None, "rank 0 has the held-out sequences"
-        batch = make_batch(held_out, chosen)
-        require_supervised(batch)
-        return self.planner.plan(lengths_of(batch)), batch
+    def _plan_held_out(self, leader: Leader, chosen: list[int]) -> PlannedBatch:
+        batch = leader.held_out_batch(chosen)
+        return PlannedBatch(batch, self.planner.plan(lengths_of(batch)))
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -280,9 +259,7 @@ class Trainer:
 
     def describe(self) -> str:
         """The model and how it is laid out, in one line."""
-        own = sum(p.numel() for _, p in self.parameters.named())
-        if self.stage.tied_parameter is not None and self.stage.is_last:
-            own -= self.stage.tied_parameter.numel()
+        own = sum(p.numel() for name, p in self.parameters.named() if self.stage.owns(name))
         by_stage = dict(self.job.gather_objects((self.mesh.stage, own)))
         return (
             f"{self.config.model_type} model of {sum(by_stage.values()) / 1e6:.1f}M weights, "

@@ -4,15 +4,12 @@ from infinipipe.verify.cases import Case, Outcome, run_locally
 from infinipipe.verify.distributed import run_in_pool
 from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.plans import random_plan
-from infinipipe.verify.pool import WorkerError, WorkerPool
 from infinipipe.verify.selfcheck import self_check
 
 __all__ = [
     "FAMILIES",
     "Case",
     "Outcome",
-    "WorkerError",
-    "WorkerPool",
     "random_plan",
     "run_in_pool",
     "run_locally",

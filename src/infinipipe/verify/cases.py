@@ -105,11 +105,10 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
     parts, loss = [], 0.0
     for replica in case.plan.replicas:
         executors, stages = [], [make_stage(case, index) for index in range(case.plan.num_stages)]
-        for index, (stage, transport) in enumerate(zip(stages, connect(case.plan.num_stages), strict=True)):
+        for stage, transport in zip(stages, connect(case.plan.num_stages), strict=True):
             executors.append(
                 Executor(
                     stage,
-                    index,
                     transport,
                     Parameters(stage, getattr(torch, case.dtype)),
                     loss_block_tokens=case.loss_block_tokens,

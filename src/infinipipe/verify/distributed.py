@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,14 +18,8 @@ from infinipipe.runtime import (
     ShardedParameters,
     sync_shared_gradients,
 )
+from infinipipe.runtime.pool import WorkerPool, get_mesh
 from infinipipe.verify.cases import Case, Outcome, compare, make_batch, make_stage, merge, precision, stage_gradients
-from infinipipe.verify.pool import WorkerPool
-
-
-@lru_cache(maxsize=32)
-def get_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
-    """The mesh of a layout, made once for a worker's life; the first call is a collective of all workers."""
-    return Mesh(layout, device_type)
 
 
 def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
@@ -47,9 +40,7 @@ def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tu
         return 0.0, {}
     stage = make_stage(case, mesh.stage)
     parameters = make_parameters(stage, mesh, getattr(torch, case.dtype), policy)
-    executor = Executor(
-        stage, mesh.stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard
-    )
+    executor = Executor(stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard)
     batch = make_batch(case)
     mine = case.plan.replicas if layout.replicas == 1 else [case.plan.replicas[mesh.replica]]
     with precision(case):

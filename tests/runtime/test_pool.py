@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 
 import pytest
 
-from infinipipe.verify import WorkerPool
+from infinipipe.runtime.pool import WorkerPool
 
 
 def _interrupted(rank: int) -> int:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from infinipipe.runtime.mesh import Layout, Mesh
 
 
 class WorkerError(RuntimeError):
@@ -71,7 +74,7 @@ class WorkerPool:
     def __init__(self, size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["infinipipe.verify"])
+        context.set_forkserver_preload(["infinipipe.runtime"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
@@ -128,3 +131,9 @@ class WorkerPool:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@lru_cache(maxsize=32)
+def get_mesh(layout: Layout, device_type: str = "cpu") -> Mesh:
+    """The mesh of a layout, made once for a worker's life; the first call is a collective of all workers."""
+    return Mesh(layout, device_type)

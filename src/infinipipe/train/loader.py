@@ -1,4 +1,4 @@
-"""What rank 0 feeds to the steps: global batches and their plans, drawn and planned ahead."""
+"""The data loader of a training run: global batches, drawn and planned ahead of the steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinipipe.data import BatchSampler, Sequences
-from infinipipe.plan import Plan
+from infinipipe.plan import Plan, from_json, to_json
 from infinipipe.planner import PlannerService
 from infinipipe.runtime import Batch
 from infinipipe.train.planning import StepPlanner
@@ -19,7 +19,7 @@ from infinipipe.train.settings import Settings
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledBatch:
     """A global batch.
 
     Attributes:
@@ -34,72 +34,97 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A batch with its plan.
+class PlannedBatch:
+    """A global batch with its plan: what every process needs for a pass over it.
+
+    Pickled, its plan is JSON, so that all processes run what a plan file would say, and all tokens and labels are one int32 array:
+    thousands of int64 tensors, pickled one by one, would take about a second.
+    """
+
+    batch: Batch
+    plan: Plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        flat = torch.cat([*self.batch.tokens, *self.batch.labels]).to(torch.int32)
+        return self.__dict__ | {"batch": flat.numpy(), "plan": to_json(self.plan)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plan = from_json(state["plan"])
+        flat = torch.from_numpy(state["batch"]).to(torch.int64).view(2, plan.num_tokens)
+        tokens, labels = (row.split(list(plan.lengths)) for row in flat)
+        self.__dict__.update(state, batch=Batch(tokens, labels), plan=plan)
+
+
+@dataclass(frozen=True)
+class TrainingBatch(PlannedBatch):
+    """The planned batch of a training step.
 
     Attributes:
-        drawn: the batch.
-        plan: its plan, proved valid.
+        samples: which of the training sequences.
+        position: of the sampler after it.
         planning_seconds: what planning took.
-        waited_seconds: how long the step waited for it.
+        waited_seconds: how long the step waited for the plan.
         late: whether a quick plan took the place of one that did not come in time.
     """
 
-    drawn: Drawn
-    plan: Plan
+    samples: list[int]
+    position: dict[str, Any]
     planning_seconds: float
     waited_seconds: float
     late: bool
 
 
-class Feed:
-    """The steps of a run in order, from ``position`` on, as a context manager: it may hold a planning process.
+class DataLoader:
+    """The batches of a run in order, from ``position`` on, as a context manager: it may hold a planning process.
 
-    With ``plan.ahead``, that many steps are drawn and planned while others train.
+    With ``plan.ahead``, that many batches are drawn and planned while others train.
     """
 
     def __init__(
         self, sequences: Sequences, settings: Settings, planner: StepPlanner, position: dict[str, Any] | None = None
     ) -> None:
-        self.sequences = sequences
         self._planner = planner
-        self._batches = draw(sequences, settings, position)
+        self._batches = sampled_batches(sequences, settings, position)
         self._ahead = settings.plan.ahead
         self._service: PlannerService | None = None
         if self._ahead:
             self._service = PlannerService(planner.cost, planner.settings, patience=settings.plan.patience or None)
-        self._waiting: deque[tuple[int, Drawn]] = deque()
+        self._waiting: deque[tuple[int, SampledBatch]] = deque()
         self._drawn = 0
 
-    def next(self) -> Planned:
-        """The next step. Raises ``PlanError`` and what else refuses a batch."""
+    def next(self) -> TrainingBatch:
+        """The next batch, its plan proved valid. Raises ``PlanError`` and what else refuses a batch."""
         while len(self._waiting) <= self._ahead:
             self._order()
-        number, drawn = self._waiting.popleft()
-        require_supervised(drawn.batch)
+        number, sampled = self._waiting.popleft()
+        require_supervised(sampled.batch)
         if self._service is None:
-            plan = self._planner.plan(lengths_of(drawn.batch))
+            plan = self._planner.plan(lengths_of(sampled.batch))
             seconds = float(plan.metadata["planning_seconds"])
-            return Planned(drawn, plan, seconds, seconds, late=False)
+            return TrainingBatch(
+                sampled.batch, plan, sampled.samples, sampled.position, seconds, waited_seconds=seconds, late=False
+            )
         late = self._service.report.late
         plan = self._service.take(number)
         plan.validate()
-        return Planned(
-            drawn,
+        return TrainingBatch(
+            sampled.batch,
             plan,
+            sampled.samples,
+            sampled.position,
             float(plan.metadata["planning_seconds"]),
-            self._service.report.waited_seconds[-1],
+            waited_seconds=self._service.report.waited_seconds[-1],
             late=self._service.report.late > late,
         )
 
     def _order(self) -> None:
-        drawn = next(self._batches)
+        sampled = next(self._batches)
         if self._service is not None:
-            self._service.order(self._drawn, lengths_of(drawn.batch))
-        self._waiting.append((self._drawn, drawn))
+            self._service.order(self._drawn, lengths_of(sampled.batch))
+        self._waiting.append((self._drawn, sampled))
         self._drawn += 1
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> DataLoader:
         return self
 
     def __exit__(
@@ -130,7 +155,9 @@ def make_batch(sequences: Sequences, chosen: list[int]) -> Batch:
     )
 
 
-def draw(sequences: Sequences, settings: Settings, position: dict[str, Any] | None = None) -> Iterator[Drawn]:
+def sampled_batches(
+    sequences: Sequences, settings: Settings, position: dict[str, Any] | None = None
+) -> Iterator[SampledBatch]:
     """The global batches of a run, without end, from ``position`` on. Raises ``DataError`` if that is of another run."""
     sampler = BatchSampler(
         sequences.lengths,
@@ -140,10 +167,10 @@ def draw(sequences: Sequences, settings: Settings, position: dict[str, Any] | No
     )
     if position is not None:
         sampler.load_state_dict(position)
-    return _drawn(sequences, sampler)
+    return _without_end(sequences, sampler)
 
 
-def _drawn(sequences: Sequences, sampler: BatchSampler) -> Iterator[Drawn]:
+def _without_end(sequences: Sequences, sampler: BatchSampler) -> Iterator[SampledBatch]:
     while True:
         chosen = sampler.next()
-        yield Drawn(make_batch(sequences, chosen), chosen, sampler.state_dict())
+        yield SampledBatch(make_batch(sequences, chosen), chosen, sampler.state_dict())

@@ -1,4 +1,4 @@
-"""How a worker says what it died of, and how it notices that its launcher is gone. Imports no torch."""
+"""Error reports: how a worker says what it died of; and how it notices that its launcher is gone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoppedElsewhereError(Exception):
 
 
 @dataclass(frozen=True)
-class Report:
+class ErrorReport:
     """The error that ended a worker: its message, whether the user can mend it, and when it was.
 
     ``about`` is the rank of another process whose fault it was.
@@ -38,15 +38,15 @@ def report_path(folder: Path, rank: int) -> Path:
     return folder / f"error{rank}.json"
 
 
-def read_report(folder: Path, rank: int) -> Report | None:
+def read_report(folder: Path, rank: int) -> ErrorReport | None:
     """What worker ``rank`` has reported, if anything readable."""
     try:
-        return Report(**json.loads(report_path(folder, rank).read_text()))
+        return ErrorReport(**json.loads(report_path(folder, rank).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def write_report(folder: Path, rank: int, report: Report) -> None:
+def write_report(folder: Path, rank: int, report: ErrorReport) -> None:
     """Leave a report for the launcher."""
     path = report_path(folder, rank)
     beside = path.with_suffix(".tmp")
@@ -75,7 +75,7 @@ def run_reported(work: Callable[[], int], rank: int) -> int:
         else:
             traceback.print_exc()
         if folder is not None:
-            write_report(Path(folder), rank, Report(message, is_users, time.time()))
+            write_report(Path(folder), rank, ErrorReport(message, is_users, time.time()))
         return 2 if is_users else 1
 
 

@@ -1,4 +1,4 @@
-"""What every process of a job is doing, and the end of a job in which none gets on. Imports no torch.
+"""Heartbeats: what every process of a job is doing; and the watchdog that ends a job in which none gets on. Imports no torch.
 
 Every process keeps a small file that all others can read: its current action, since when, and when it was last alive. A thread
 in every process looks at all files; when no process has begun a new action for too long, it names the one that hangs.
@@ -15,11 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinipipe.train.report import REPORTS, Report, write_report
+from infinipipe.train.errors import REPORTS, ErrorReport, write_report
 
 _SIZE = 512
 WAITING = "waiting"
 """Actions that begin with this word are not the cause of a hang."""
+Announce = Callable[[str], None]
+"""``announce(action)``: what this process does from now on, in words."""
+
+
+def announce_nothing(action: str) -> None:
+    """For a process that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ def read_state(folder: Path, rank: int) -> State | None:
         return None
 
 
-class Progress:
+class Heartbeat:
     """This process's state in its file. Beats from :class:`Watchdog` keep it alive."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -106,9 +112,9 @@ def find_hang(states: list[State | None], timeout: float, now: float) -> Hang | 
 class Watchdog(threading.Thread):
     """Ends this process, with a report, when no process of the job gets on for ``timeout`` seconds."""
 
-    def __init__(self, progress: Progress, world_size: int, timeout: float, name: Callable[[int], str]) -> None:
+    def __init__(self, heartbeat: Heartbeat, world_size: int, timeout: float, name: Callable[[int], str]) -> None:
         super().__init__(daemon=True)
-        self._progress, self._world_size, self._timeout, self._name_of = progress, world_size, timeout, name
+        self._heartbeat, self._world_size, self._timeout, self._name_of = heartbeat, world_size, timeout, name
         self._over = threading.Event()
         self.start()
 
@@ -117,9 +123,9 @@ class Watchdog(threading.Thread):
         self._over.set()
 
     def run(self) -> None:
-        folder = self._progress.folder
+        folder = self._heartbeat.folder
         while not self._over.wait(min(5.0, self._timeout / 8)):
-            self._progress.beat()
+            self._heartbeat.beat()
             states = [read_state(folder, rank) for rank in range(self._world_size)]
             hang = find_hang(states, self._timeout, time.time())
             if hang is not None:
@@ -128,6 +134,6 @@ class Watchdog(threading.Thread):
     def _end(self, hang: Hang) -> None:
         print(f"infinipipe: error: {self._name_of(hang.rank)} {hang.message}", file=sys.stderr, flush=True)
         if REPORTS in os.environ:
-            report = Report(hang.message, is_users=False, time=time.time(), about=hang.rank)
-            write_report(Path(os.environ[REPORTS]), self._progress.rank, report)
+            report = ErrorReport(hang.message, is_users=False, time=time.time(), about=hang.rank)
+            write_report(Path(os.environ[REPORTS]), self._heartbeat.rank, report)
         os._exit(1)
