@@ -1,7 +1,8 @@
 """Exactness of random plans on real processes, against the plain Hugging Face model in one process.
 
-Every case draws a model family, a number of stages, odd lengths, a plan and recompute counts; then come layouts of replicas x
-stages x sequence parallelism with both gather policies. Those repeated in float32 have a
+Every case draws a model family, a number of stages, odd lengths, a plan and recompute counts. Every fourth case has several parts of
+the model on each stage, interleaved, v-shaped or scattered in turn; every third its backwards in two halves. Then come layouts of
+replicas x stages x sequence parallelism with both gather policies, among them the same. Those repeated in float32 have a
 sequence of 41 tokens or more without a mask: where all supervised tokens are first tokens, query and key gradients are zero but
 for rounding, and a relative error says nothing. The last line printed is a JSON object with the worst errors.
 """
@@ -13,15 +14,18 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from infinipipe.cost import even_stages
-from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
 from infinipipe.runtime import GatherPolicy, Layout
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool
+from infinipipe.verify.plans import SCHEDULES, random_layers
 
 LENGTHS = (1, 2, 3, 17, 41, 64, 89, 137, 200)
 
@@ -36,8 +40,24 @@ def random_case(seed: int) -> Case:
         lengths += [1, 2]
     rng.shuffle(lengths)
     recompute = rng.choice(["none", "all", "random", "random"])
-    plan = random_plan(rng, lengths, even_stages(4, num_stages), recompute=recompute)
+    placement = Placement.plain(num_stages)
+    schedules: Sequence[str] = SCHEDULES
+    if seed % 4 == 0:
+        num_stages = 2 + (seed // 4) % 2
+        kinds = (Placement.interleaved, Placement.v_shaped, partial(scattered, rng))
+        placement = kinds[(seed // 4) % 3](num_stages, 2)
+    if seed % 3 == 0:
+        schedules = ("zero-bubble",)
+    layers = even_stages(4, num_stages) if placement.is_plain else random_layers(rng, 4, placement.num_parts)
+    plan = random_plan(rng, lengths, layers, recompute=recompute, placement=placement, schedules=schedules)
     return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
+
+
+def scattered(rng: random.Random, num_stages: int, parts_per_stage: int) -> Placement:
+    """Parts on stages without any pattern, some next to each other."""
+    parts = list(range(num_stages * parts_per_stage))
+    rng.shuffle(parts)
+    return Placement(tuple(tuple(sorted(parts[stage::num_stages])) for stage in range(num_stages)))
 
 
 def pointed_cases() -> list[Case]:
@@ -75,14 +95,18 @@ def layout_case(seed: int, layout: Layout) -> Case:
     rng = random.Random(seed)
     config = list(FAMILIES.values())[seed % len(FAMILIES)]()
     lengths = [137, 89, 1] + ([rng.choice([2041, 41])] if seed % 4 == 0 else [])
-    stage_layers = even_stages(4, layout.stages)
-    plan = random_plan(rng, lengths, stage_layers, num_replicas=layout.replicas)
+    makes = (lambda stages, _: Placement.plain(stages), Placement.interleaved, Placement.v_shaped)
+    placement = makes[seed % 3](layout.stages, 2) if layout.stages > 1 else Placement.plain(1)
+    layers = even_stages(4, layout.stages) if placement.is_plain else random_layers(rng, 4, placement.num_parts)
+    schedules = ("zero-bubble",) if seed % 2 else SCHEDULES
+    plan = random_plan(rng, lengths, layers, num_replicas=layout.replicas, placement=placement, schedules=schedules)
     return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.4]))
 
 
-def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> dict[str, object]:
-    """Every layout with both gather policies, ``rounds`` times; the worst errors."""
+def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> tuple[dict[str, object], Counter[str]]:
+    """Every layout with both gather policies, ``rounds`` times; the worst errors, and what was exercised."""
     worst: dict[str, float] = {}
+    features = Counter[str]()
     worst_loss, cases, empty = 0.0, 0, 0
     for number in range(rounds * len(POLICIES)):
         for index, layout in enumerate(LAYOUTS):
@@ -92,14 +116,16 @@ def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> dict[str, object]:
             worst[name] = max(worst.get(name, 0.0), outcome.gradient_error)
             worst_loss = max(worst_loss, outcome.loss_difference)
             cases += 1
+            features.update(outcome.features)
             empty += any(not replica.chunks for replica in case.plan.replicas)
-    return {
+    figures: dict[str, object] = {
         "cases": cases,
         "max_rel_err_float64": max(worst.values()),
         "max_loss_diff": worst_loss,
         "replicas_without_chunks": empty,
         "by_layout": worst,
     }
+    return figures, features
 
 
 def main() -> None:
@@ -128,14 +154,14 @@ def main() -> None:
                 print(
                     f"{number + 1}/{len(cases)} cases, {time.perf_counter() - begin:.0f} s, worst {worst}", flush=True
                 )
-        layouts = run_layouts(pool, 1 if options.quick else 5, options.seed)
+        layouts, layout_features = run_layouts(pool, 1 if options.quick else 5, options.seed)
     figures = {
         "cases": len(cases),
         "max_rel_err_float64": worst["float64"],
         "max_rel_err_float32": worst["float32"],
         "max_loss_diff": worst_loss,
-        "features": dict(sorted(features.items())),
-        "layouts": layouts,
+        "features": dict(sorted((features + layout_features).items())),
+        "layouts": layouts | {"features": dict(sorted(layout_features.items()))},
         "seconds": round(time.perf_counter() - begin, 1),
     }
     print(json.dumps(figures))

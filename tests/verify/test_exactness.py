@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.cost import even_stages
-from infinipipe.plan import Chunk, Pipeline, Plan, build_replica, cut, whole
+from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
+from infinipipe.runtime import GatherPolicy, Layout
 from infinipipe.runtime.pool import WorkerError, WorkerPool
 from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool, run_locally
+from infinipipe.verify.plans import random_layers, random_placement
 
 LENGTHS = [1, 2, 3, 17, 41, 89, 137]
 
@@ -30,6 +32,20 @@ def draw(rng: random.Random, family: str, num_stages: int, *, num_replicas: int 
     layers = even_stages(4, num_stages)
     plan = random_plan(rng, lengths, layers, recompute=rng.choice(["none", "all", "random"]), num_replicas=num_replicas)
     return Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5]))
+
+
+@given(st.integers(0, 100_000), st.sampled_from(sorted(FAMILIES)), st.integers(1, 3), st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_any_placement_is_exact_in_one_process(seed: int, family: str, num_stages: int, num_replicas: int) -> None:
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    placement = random_placement(rng, num_stages)
+    lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 5))]
+    layers = random_layers(rng, 4, placement.num_parts)
+    plan = random_plan(rng, lengths, layers, num_replicas=num_replicas, placement=placement)
+    outcome = run_locally(Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5])))
+    assert outcome.gradient_error < 1e-9
+    assert outcome.loss_difference < 1e-9
 
 
 @given(st.integers(0, 100_000), st.sampled_from(sorted(FAMILIES)), st.integers(1, 4), st.integers(1, 2))
@@ -52,6 +68,25 @@ def test_random_plans_are_exact_on_processes(pool: WorkerPool) -> None:
         assert outcome.loss_difference < 1e-9, case
         features.update(outcome.features)
     assert {"tied embeddings", "several pipelines", "sliding window across slices"} <= features.keys()
+
+
+@pytest.mark.parametrize("policy", ["keep", "release"])
+def test_placements_are_exact_on_shards_and_replicas(pool: WorkerPool, policy: GatherPolicy) -> None:
+    """Tied weights on one stage and on two, sharded and replicated, backwards in halves; one replica without a chunk."""
+    rng = random.Random(11)
+    features: Counter[str] = Counter()
+    for number, make in enumerate([Placement.v_shaped, Placement.interleaved, Placement.v_shaped]):
+        layout = (Layout(stages=2, sequence=2), Layout(replicas=2, stages=2), Layout(stages=2, sequence=2))[number]
+        lengths = [89, 41, 3] if number else [137]
+        plan = random_plan(
+            rng, lengths, (1, 0, 2, 1), num_replicas=layout.replicas, placement=make(2), schedules=["zero-bubble"]
+        )
+        outcome = run_in_pool(pool, Case(FAMILIES["qwen2"](), plan, seed=number), layout, policy=policy)
+        assert outcome.gradient_error < 1e-9
+        features.update(outcome.features)
+    assert {"split backward", "v-shape", "interleaved", "tied embeddings on one stage", "tied embeddings"} <= set(
+        features
+    )
 
 
 def test_float32_is_close(pool: WorkerPool) -> None:
