@@ -15,7 +15,6 @@ import time
 
 import numpy as np
 
-from infinipipe.cost import tabulate
 from infinipipe.cost.presets import preset
 from infinipipe.planner import PlannerSettings, plan_step
 from infinipipe.rehearse import rehearse
@@ -32,7 +31,7 @@ def measure(stages: int, sequences: int, tries: int) -> dict[str, float]:
     lengths: list[int] = np.clip(drawn, 1, CONTEXT).astype(int).tolist()
     settings = PlannerSettings(planner="elastic-paper", num_slices=4)
     replica = plan_step(lengths, cost, settings).replicas[0]
-    table = tabulate(cost, replica.chunks)
+    table = cost.table(replica.chunks)
     speed = float(min(table.seconds["forward"].min(), table.seconds["backward"].min())) / SHORTEST_SECONDS
     num_actions = sum(map(len, replica.actions))
     with WorkerPool(stages) as pool:

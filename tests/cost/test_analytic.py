@@ -16,10 +16,9 @@ from infinipipe.cost import (
     even_stages,
     flop_cost,
     state_bytes,
-    tabulate,
+    table_by_chunk,
 )
 from infinipipe.cost.files import load_cost, save_cost
-from infinipipe.cost.interface import CostModel
 from infinipipe.plan import Chunk, Placement, Slice
 from tests.cost.tables import assert_same_table
 
@@ -48,19 +47,10 @@ CHUNKS = (
 )
 
 
-class OneByOne:
-    """A cost model with only the protocol's methods."""
-
-    def __init__(self, cost: AnalyticCost) -> None:
-        for name in vars(CostModel):
-            if not name.startswith("_"):
-                setattr(self, name, getattr(cost, name))
-
-
 @pytest.mark.parametrize("sequence_parallel", [1, 4])
 def test_the_table_holds_what_the_methods_say(sequence_parallel: int) -> None:
     cost = make_cost(sequence_parallel)
-    fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
+    fast, slow = cost.table(CHUNKS), table_by_chunk(cost, CHUNKS)
     assert_same_table(fast, slow)
 
 
@@ -207,7 +197,7 @@ def test_a_first_half_needs_what_piles_up_behind_recomputed_layers() -> None:
     whole = cost.activation_bytes(CHUNKS[3], 1, 3) + cost.transient_bytes("backward", CHUNKS[3], 1, 3)
     assert peaks[3] == pytest.approx(whole + 2 * (operands - cost.memory.layer_input * work), abs=2)
     assert peaks[1] == pytest.approx(max(peaks[0] - saving, peaks[3]), abs=2)
-    table = tabulate(cost, CHUNKS)
+    table = cost.table(CHUNKS)
     for layers in range(4):
         at = table.transient_at(
             "backward_input", np.minimum(np.array(cost.stage_layers)[:, None], np.full((3, 4), layers))

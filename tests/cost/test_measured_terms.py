@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinipipe.cost import AnalyticCost, ModelShape, PassTime, flop_cost, tabulate
+from infinipipe.cost import AnalyticCost, ModelShape, PassTime, flop_cost
 from infinipipe.cost.files import load_cost, save_cost
 from infinipipe.plan import Chunk, Slice
 
@@ -71,7 +71,7 @@ def test_recompute_has_its_own_coefficients() -> None:
 
 def test_the_table_has_every_term() -> None:
     cost = measured(context=2e-8, reach=1e-6, resumed=1e-3, short=1e-6, full=200.0, head_chunk=1e-3)
-    table = tabulate(cost, CHUNKS)
+    table = cost.table(CHUNKS)
     for stage in range(2):
         for number, chunk in enumerate(CHUNKS):
             assert table.seconds["forward"][stage, number] == pytest.approx(cost.pass_seconds("forward", chunk, stage))
@@ -94,6 +94,6 @@ def test_a_file_keeps_every_term(tmp_path: Path) -> None:
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost
     np.testing.assert_array_equal(
-        tabulate(load_cost(tmp_path / "cost.json"), CHUNKS).seconds["backward"],
-        tabulate(cost, CHUNKS).seconds["backward"],
+        load_cost(tmp_path / "cost.json").table(CHUNKS).seconds["backward"],
+        cost.table(CHUNKS).seconds["backward"],
     )

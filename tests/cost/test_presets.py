@@ -14,7 +14,7 @@ def test_the_calibrated_model_has_the_published_coefficients() -> None:
     length = 10_000
     known = CALIBRATIONS["a100"]
     expected = known.pair * length**2 + known.token * length
-    assert cost.work_seconds([length]) == pytest.approx(expected)
+    assert cost.compute_seconds([length]) == pytest.approx(expected)
     assert cost.chunk_seconds() == pytest.approx(0.629)
     per_token = (cost.memory.layer + cost.memory.layer_kv) * 32
     assert per_token == pytest.approx(4.71e6)

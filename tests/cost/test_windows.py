@@ -12,11 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.cost import AnalyticCost, CostError, ModelShape, PassTime, flop_cost, load_cost, save_cost, tabulate
-from infinipipe.cost.work import chunk_work, chunks_work
+from infinipipe.cost import (
+    AnalyticCost,
+    CostError,
+    ModelShape,
+    PassTime,
+    flop_cost,
+    load_cost,
+    save_cost,
+    table_by_chunk,
+)
+from infinipipe.cost.features import chunk_features, chunks_features
 from infinipipe.plan import Chunk, Slice
 from tests.cost.tables import assert_same_table
-from tests.cost.test_analytic import OneByOne
 
 SHAPE = ModelShape(
     layers=7, hidden=64, intermediate=192, heads=8, kv_heads=4, head_dim=8, vocab=1000, windows=(40, 40, 0)
@@ -47,7 +55,7 @@ def chunks(draw: st.DrawFn) -> Chunk:
 
 @given(st.lists(chunks(), min_size=1, max_size=4), st.integers(0, 45))
 def test_features_are_counted_pairs(group: list[Chunk], window: int) -> None:
-    table = chunks_work(group, (window,))[window]
+    table = chunks_features(group, (window,))[window]
     for number, chunk in enumerate(group):
         seen = [
             (piece, query, key)
@@ -58,13 +66,13 @@ def test_features_are_counted_pairs(group: list[Chunk], window: int) -> None:
         ]
         cut = [(query, key) for piece, query, key in seen if piece is chunk.partial]
         start = 0 if chunk.partial is None else chunk.partial.start
-        work = chunk_work(chunk, window)
-        assert work.pairs == 2 * len(seen) - chunk.num_tokens
-        assert work.crossed == 2 * sum(key < start for _, key in cut)
-        assert work.reach == len({key for _, key in cut})
-        assert work.resumed == any(key < start for _, key in cut)
-        for field in dataclasses.fields(work):
-            assert getattr(table, field.name)[number] == getattr(work, field.name), field.name
+        features = chunk_features(chunk, window)
+        assert features.pairs == 2 * len(seen) - chunk.num_tokens
+        assert features.crossed == 2 * sum(key < start for _, key in cut)
+        assert features.reach == len({key for _, key in cut})
+        assert features.resumed == any(key < start for _, key in cut)
+        for field in dataclasses.fields(features):
+            assert getattr(table, field.name)[number] == getattr(features, field.name), field.name
 
 
 def test_stages_cost_what_their_layers_do() -> None:
@@ -86,7 +94,7 @@ def test_stages_cost_what_their_layers_do() -> None:
 @pytest.mark.parametrize("time", [None, TIME])
 def test_the_table_holds_what_the_methods_say(time: PassTime | None) -> None:
     cost = cost_of(SHAPE, time)
-    fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
+    fast, slow = cost.table(CHUNKS), table_by_chunk(cost, CHUNKS)
     assert_same_table(fast, slow)
     first = [[2, 0, 1, 2], [3, 2, 1, 0], [1, 1, 2, 0]]
     expected = [
@@ -102,22 +110,22 @@ def test_the_table_holds_what_the_methods_say(time: PassTime | None) -> None:
 def test_the_table_agrees_on_stages_without_layers(windows: tuple[int, ...]) -> None:
     cost = flop_cost(dataclasses.replace(SHAPE, windows=windows), (4, 0, 3, 0), element_bytes=4)
     cost = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, backward_context=1e5))
-    fast, slow = tabulate(cost, CHUNKS), tabulate(OneByOne(cost), CHUNKS)  # type: ignore[arg-type]
+    fast, slow = cost.table(CHUNKS), table_by_chunk(cost, CHUNKS)
     assert_same_table(fast, slow)
 
 
 @pytest.mark.parametrize("windows", [(), (0,), (10**6,), (0, 0, 10**6)])
 def test_windows_that_limit_nothing_change_nothing(windows: tuple[int, ...]) -> None:
     plain, cost = (cost_of(dataclasses.replace(SHAPE, windows=w), TIME) for w in ((), windows))
-    expected, table = tabulate(plain, CHUNKS), tabulate(cost, CHUNKS)
+    expected, table = plain.table(CHUNKS), cost.table(CHUNKS)
     assert_same_table(table, expected, rtol=0 if 10**6 not in windows else 1e-14, atol=0)
-    assert cost.work_seconds([250, 90]) == pytest.approx(plain.work_seconds([250, 90]), rel=1e-14)
+    assert cost.compute_seconds([250, 90]) == pytest.approx(plain.compute_seconds([250, 90]), rel=1e-14)
 
 
 def test_a_shape_without_windows_costs_as_the_formulas_say() -> None:
     """The numbers of equation 1, exactly, in the order in which they are added."""
     cost = cost_of(dataclasses.replace(SHAPE, windows=()), TIME)
-    table = tabulate(cost, CHUNKS)
+    table = cost.table(CHUNKS)
     for number, chunk in enumerate(CHUNKS):
         first = chunk.slices[0]
         pairs = sum(piece.stop**2 - piece.start**2 for piece in chunk.slices)
@@ -133,13 +141,13 @@ def test_a_shape_without_windows_costs_as_the_formulas_say() -> None:
 def test_a_model_of_windows_computes_whole_sequences_in_linear_time() -> None:
     shape = dataclasses.replace(SHAPE, windows=(40,))
     cost = flop_cost(shape, (7,), flops_per_second=1e9)
-    one, two, three = (cost.work_seconds([length]) for length in (1000, 2000, 3000))
+    one, two, three = (cost.compute_seconds([length]) for length in (1000, 2000, 3000))
     assert three - two == pytest.approx(two - one)
     for lengths in ([1000], [30, 70, 500]):
         chunk = Chunk(tuple(Slice(i, 0, n, n) for i, n in enumerate(lengths)))
         alone = flop_cost(SHAPE, (7,), flops_per_second=1e9)
         seconds = alone.pass_seconds("forward", chunk, 0) + alone.pass_seconds("backward", chunk, 0)
-        assert alone.work_seconds(lengths) == pytest.approx(seconds)
+        assert alone.compute_seconds(lengths) == pytest.approx(seconds)
 
 
 def test_only_full_layers_reach_the_whole_context_in_backward() -> None:

@@ -18,23 +18,23 @@ def cluster(budget: int | None, *, all_to_all: bool = True) -> Cluster:
     return Cluster(cost, BANDWIDTHS, budget)
 
 
-def fixed_and_work(cost: AnalyticCost, lengths: list[int]) -> tuple[float, float]:
-    return cost.chunk_seconds(), cost.work_seconds(lengths)
+def fixed_and_computing(cost: AnalyticCost, lengths: list[int]) -> tuple[float, float]:
+    return cost.chunk_seconds(), cost.compute_seconds(lengths)
 
 
 @pytest.mark.parametrize("planner", [ulysses_zero3, flexsp])
 def test_one_sequence_takes_all_devices_in_one_micro_batch(planner) -> None:  # type: ignore[no-untyped-def]
     free = cluster(None, all_to_all=False)
-    fixed, work = fixed_and_work(free.cost, [30_000])
-    assert planner(free, [30_000]) == pytest.approx(fixed + work / 32)
+    fixed, computing = fixed_and_computing(free.cost, [30_000])
+    assert planner(free, [30_000]) == pytest.approx(fixed + computing / 32)
 
 
 @pytest.mark.parametrize("planner", [ulysses_zero3, flexsp])
 def test_equal_sequences_each_take_a_device(planner) -> None:  # type: ignore[no-untyped-def]
     lengths = [2_000] * 32
     free = cluster(None)
-    fixed, work = fixed_and_work(free.cost, lengths)
-    assert planner(free, lengths) == pytest.approx(fixed + work / 32)
+    fixed, computing = fixed_and_computing(free.cost, lengths)
+    assert planner(free, lengths) == pytest.approx(fixed + computing / 32)
 
 
 def test_groups_of_unequal_size_pay_for_a_long_sequence_beside_short_ones() -> None:

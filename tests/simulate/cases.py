@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from infinipipe.cost import CostTable, table_by_chunk
 from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
 
 
@@ -60,6 +62,13 @@ class RoundCost:
 
     def state_bytes(self, stage: int) -> int:
         return 1000 * (stage + 1)
+
+    def table(self, chunks: Sequence[Chunk]) -> CostTable:
+        return table_by_chunk(self, chunks)
+
+    @property
+    def pair_seconds(self) -> dict[int, float]:
+        return {}
 
 
 def equal_chunks(num_chunks: int) -> tuple[list[int], tuple[Chunk, ...]]:

@@ -7,7 +7,7 @@ from infinipipe.cost.flops import flop_cost, memory_use, state_bytes
 from infinipipe.cost.interface import CostModel
 from infinipipe.cost.presets import preset, preset_names
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
-from infinipipe.cost.table import CostTable, tabulate
+from infinipipe.cost.table import CostTable, table_by_chunk
 
 __all__ = [
     "AnalyticCost",
@@ -27,6 +27,6 @@ __all__ = [
     "preset_names",
     "save_cost",
     "state_bytes",
-    "tabulate",
+    "table_by_chunk",
     "typical_length",
 ]

@@ -9,9 +9,17 @@ from functools import cached_property
 
 import numpy as np
 
+from infinipipe.cost.features import (
+    Features,
+    FloatArray,
+    Number,
+    chunk_features,
+    chunks_features,
+    mean_features,
+    prefix_pairs,
+)
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.cost.table import PILING_UP, Columns, CostTable, message_bytes, sequence_bytes
-from infinipipe.cost.work import FloatArray, Number, Work, chunk_work, chunks_work, larger, mean_work, prefix_pairs
 from infinipipe.plan import ONE_EACH, Chunk, Placement
 from infinipipe.plan.kinds import ACTIVATIONS, WEIGHT_OPERANDS
 
@@ -233,77 +241,85 @@ class AnalyticCost:
         seconds = (self.forward.pair + self.backward.pair) / self.sequence_parallel
         return {window: seconds * count for window, count in self.window_counts.items()}
 
-    def layers_time(self, time: PassTime, work: Work[Number], layers: float) -> Number:
+    def layers_seconds(self, pass_time: PassTime, features: Features[Number], layers: float) -> Number:
         """Seconds of one pass of ``layers`` layers, all-to-alls included (Eq. 1-4)."""
         share = 1 / self.sequence_parallel
-        per_layer = (time.pair * work.pairs + time.token * work.tokens + time.slice * work.slices) * share + time.chunk
-        if time.context or time.reach:
-            per_layer = per_layer + (time.context * work.crossed + time.reach * work.reach) * share
-        if time.resumed:
-            per_layer = per_layer + time.resumed * work.resumed
-        if time.short:
-            per_layer = per_layer + time.short * larger(time.full - work.tokens * share, work.tokens * 0.0)
+        per_layer = (
+            pass_time.pair * features.pairs + pass_time.token * features.tokens + pass_time.slice * features.slices
+        ) * share + pass_time.chunk
+        if pass_time.context or pass_time.reach:
+            per_layer = per_layer + (pass_time.context * features.crossed + pass_time.reach * features.reach) * share
+        if pass_time.resumed:
+            per_layer = per_layer + pass_time.resumed * features.resumed
+        if pass_time.short:
+            per_layer = per_layer + pass_time.short * np.maximum(
+                pass_time.full - features.tokens * share, features.tokens * 0.0
+            )
         if self.sequence_parallel > 1:
             sent = self.all_to_all_bytes / self.sequence_parallel * self.all_to_all.seconds_per_byte
-            per_layer = per_layer + sent * work.tokens + self.all_to_alls * self.all_to_all.latency
+            per_layer = per_layer + sent * features.tokens + self.all_to_alls * self.all_to_all.latency
         return per_layer * layers
 
-    def pass_time(self, time: PassTime, work: Work[Number], part: int) -> Number:
+    def part_seconds(self, pass_time: PassTime, features: Features[Number], part: int) -> Number:
         """Seconds of one pass of a part without recompute."""
-        per_token, per_chunk = 0.0, time.stage
+        per_token, per_chunk = 0.0, pass_time.stage
         if part == 0:
-            per_token += time.embedding_token
-            per_chunk += time.embedding_chunk
+            per_token += pass_time.embedding_token
+            per_chunk += pass_time.embedding_chunk
         if part == self.num_parts - 1:
-            per_token += time.head_token
-            per_chunk += time.head_chunk
-        layers = self.layers_time(time, work, self.stage_layers[part])
-        return layers + work.tokens * (per_token / self.sequence_parallel) + per_chunk
+            per_token += pass_time.head_token
+            per_chunk += pass_time.head_chunk
+        layers = self.layers_seconds(pass_time, features, self.stage_layers[part])
+        return layers + features.tokens * (per_token / self.sequence_parallel) + per_chunk
 
-    def activation(self, work: Work[Number], part: int) -> Number:
+    def activation(self, features: Features[Number], part: int) -> Number:
         """Bytes held between forward and backward without recompute (Eq. 5)."""
         held = self.memory.chunk + (self.memory.head if part == self.num_parts - 1 else 0.0)
-        return self.layer_activation(work) * self.stage_layers[part] + work.tokens * (held / self.sequence_parallel)
+        return self.layer_activation(features) * self.stage_layers[part] + features.tokens * (
+            held / self.sequence_parallel
+        )
 
-    def layer_activation(self, work: Work[Number]) -> Number:
+    def layer_activation(self, features: Features[Number]) -> Number:
         """Bytes that one kept layer holds."""
         use = self.memory
-        return (use.layer * work.tokens + use.layer_kv * (work.tokens - work.partial)) * (1 / self.sequence_parallel)
+        return (use.layer * features.tokens + use.layer_kv * (features.tokens - features.partial)) * (
+            1 / self.sequence_parallel
+        )
 
-    def layer_saving(self, work: Work[Number]) -> Number:
+    def layer_saving(self, features: Features[Number]) -> Number:
         """Bytes that recomputing one layer frees (Eq. 9)."""
-        return self.layer_activation(work) - work.tokens * (self.memory.layer_input / self.sequence_parallel)
+        return self.layer_activation(features) - features.tokens * (self.memory.layer_input / self.sequence_parallel)
 
-    def weight_operands(self, work: Work[Number], part: int) -> Number:
+    def weight_operands(self, features: Features[Number], part: int) -> Number:
         """Bytes held between the halves of a backward."""
-        return work.tokens * (self.memory.weight_operands * self.stage_layers[part] / self.sequence_parallel)
+        return features.tokens * (self.memory.weight_operands * self.stage_layers[part] / self.sequence_parallel)
 
-    def transient(self, column: str, work: Work[Number], part: int, *, kept: int) -> Number:
+    def transient(self, column: str, features: Features[Number], part: int, *, kept: int) -> Number:
         """Bytes that an action needs while it runs, with that many kept layers; ``column`` is one of ``COLUMNS``."""
         if column == "forward":
-            return self._forward_transient(work, part, kept=kept)
+            return self._forward_transient(features, part, kept=kept)
         if column == "backward_weight":
-            return work.tokens * 0.0 + self.memory.product_block
-        return self._backward_transient(work, part, kept=kept, splits=column == "backward_input")
+            return features.tokens * 0.0 + self.memory.product_block
+        return self._backward_transient(features, part, kept=kept, splits=column == "backward_input")
 
-    def _forward_transient(self, work: Work[Number], part: int, *, kept: int) -> Number:
+    def _forward_transient(self, features: Features[Number], part: int, *, kept: int) -> Number:
         """What a layer needs beyond what it leaves, which depends on whether any is kept, and at the last part a token block."""
         use = self.memory
         per_token = (use.forward_kept if kept else use.forward_recomputed) / self.sequence_parallel
-        need = work.tokens * per_token
+        need = features.tokens * per_token
         if part == self.num_parts - 1:
-            need = need + self._head_block(work)
+            need = need + self._head_block(features)
         return need
 
-    def _head_block(self, work: Work[Number]) -> Number:
+    def _head_block(self, features: Features[Number]) -> Number:
         """Bytes of the largest token block that the head computes at once."""
-        use, tokens = self.memory, work.tokens * (1 / self.sequence_parallel)
+        use, tokens = self.memory, features.tokens * (1 / self.sequence_parallel)
         if not use.head_block_tokens:
             return tokens * 0.0 + use.head_block
-        missing = larger(use.head_block_tokens - tokens, tokens * 0.0)
+        missing = np.maximum(use.head_block_tokens - tokens, tokens * 0.0)
         return use.head_block - missing * (use.head_block / use.head_block_tokens)
 
-    def _backward_transient(self, work: Work[Number], part: int, *, kept: int, splits: bool) -> Number:
+    def _backward_transient(self, features: Features[Number], part: int, *, kept: int, splits: bool) -> Number:
         """What a backward needs beyond what is held when it starts::
 
             held     | kept layers, last first | recomputed layers' inputs |   kept layers are gone before the first
@@ -314,62 +330,64 @@ class AnalyticCost:
         its operands behind.
         """
         layers, kept = self.stage_layers[part], min(kept, self.stage_layers[part])
-        need = self._layer_working_set(work)
+        need = self._layer_working_set(features)
         if layers and not kept:
-            need = need + self._layer_made_again(work)
+            need = need + self._layer_made_again(features)
             if splits:
-                need = need + self._operands_left(work) * (layers - 1)
+                need = need + self._operands_left(features) * (layers - 1)
         if part == self.num_parts - 1:
-            need = self._in_place_of_head(work, need)
+            need = self._in_place_of_head(features, need)
         if part == 0 and self.memory.embedding_gradient:
-            left = self.weight_operands(work, part) if splits else work.tokens * 0.0
-            need = larger(need, self._embedding_gradient(work, layers, kept) + left)
+            left = self.weight_operands(features, part) if splits else features.tokens * 0.0
+            need = np.maximum(need, self._embedding_gradient(features, layers, kept) + left)
         return need
 
-    def _layer_working_set(self, work: Work[Number]) -> Number:
+    def _layer_working_set(self, features: Features[Number]) -> Number:
         """The most of: the MLP's gradients, those beside a weight's product, and attention's when the MLP is done."""
         use, share = self.memory, 1 / self.sequence_parallel
-        product = work.tokens * (use.backward_product * share) + use.product_block
-        mlp = larger(work.tokens * (use.backward * share), product)
-        return larger(mlp, (work.tokens * use.backward_attention + work.reach * use.backward_context) * share)
+        product = features.tokens * (use.backward_product * share) + use.product_block
+        mlp = np.maximum(features.tokens * (use.backward * share), product)
+        return np.maximum(
+            mlp, (features.tokens * use.backward_attention + features.reach * use.backward_context) * share
+        )
 
-    def _layer_made_again(self, work: Work[Number]) -> Number:
+    def _layer_made_again(self, features: Features[Number]) -> Number:
         """A recomputed layer's activations, its input excepted where they hold that itself."""
-        return self.layer_activation(work) - work.tokens * (self.memory.layer_shared / self.sequence_parallel)
+        return self.layer_activation(features) - features.tokens * (self.memory.layer_shared / self.sequence_parallel)
 
-    def _operands_left(self, work: Work[Number]) -> Number:
+    def _operands_left(self, features: Features[Number]) -> Number:
         """What a recomputed layer leaves for the weight gradients beyond the input that it no longer holds."""
         left = self.memory.weight_operands - self.memory.layer_input
-        return work.tokens * (left / self.sequence_parallel)
+        return features.tokens * (left / self.sequence_parallel)
 
-    def _in_place_of_head(self, work: Work[Number], need: Number) -> Number:
+    def _in_place_of_head(self, features: Features[Number], need: Number) -> Number:
         """The gradient of the output, and what exceeds the bytes that the head held until then."""
         use, share = self.memory, 1 / self.sequence_parallel
-        beyond = larger(need - work.tokens * (use.head * share), work.tokens * 0.0)
-        return work.tokens * (use.message * share) + beyond
+        beyond = np.maximum(need - features.tokens * (use.head * share), features.tokens * 0.0)
+        return features.tokens * (use.message * share) + beyond
 
-    def _embedding_gradient(self, work: Work[Number], layers: int, kept: int) -> Number:
+    def _embedding_gradient(self, features: Features[Number], layers: int, kept: int) -> Number:
         """The embedding's gradient and that of its output, less what the layers held."""
         use, share = self.memory, 1 / self.sequence_parallel
-        freed = self.layer_activation(work) * kept + work.tokens * (use.layer_input * share * (layers - kept))
-        return work.tokens * (use.message * share) - freed + use.embedding_gradient
+        freed = self.layer_activation(features) * kept + features.tokens * (use.layer_input * share * (layers - kept))
+        return features.tokens * (use.message * share) - freed + use.embedding_gradient
 
-    def _mean_work(self, chunk: Chunk, windows: Sequence[int]) -> Work[float]:
-        return mean_work({window: chunk_work(chunk, window) for window in windows or (0,)}, windows)
+    def _mean_features(self, chunk: Chunk, windows: Sequence[int]) -> Features[float]:
+        return mean_features({window: chunk_features(chunk, window) for window in windows or (0,)}, windows)
 
     def pass_seconds(self, column: str, chunk: Chunk, part: int) -> float:
-        return self.pass_time(self.times[column], self._mean_work(chunk, self.layer_windows[part]), part)
+        return self.part_seconds(self.times[column], self._mean_features(chunk, self.layer_windows[part]), part)
 
     def recompute_seconds(self, chunk: Chunk, part: int, layers: int) -> float:
-        work = self._mean_work(chunk, self.layer_windows[part][:layers])
-        return self.layers_time(self.recompute or self.forward, work, layers)
+        features = self._mean_features(chunk, self.layer_windows[part][:layers])
+        return self.layers_seconds(self.recompute or self.forward, features, layers)
 
     def message_seconds(self, num_tokens: int) -> float:
         return self.message.latency + self.message_bytes(num_tokens) * self.message.seconds_per_byte
 
     def activation_bytes(self, chunk: Chunk, part: int, layers: int) -> int:
-        work = chunk_work(chunk)
-        return round(self.activation(work, part) - layers * self.layer_saving(work))
+        features = chunk_features(chunk)
+        return round(self.activation(features, part) - layers * self.layer_saving(features))
 
     def kv_bytes(self, length: int, part: int) -> int:
         return round(self.memory.kv * length * self.stage_layers[part] / self.sequence_parallel)
@@ -378,15 +396,15 @@ class AnalyticCost:
         return round(self.memory.dkv * length * self.stage_layers[part] / self.sequence_parallel)
 
     def weight_operand_bytes(self, chunk: Chunk, part: int) -> int:
-        return round(self.weight_operands(chunk_work(chunk), part))
+        return round(self.weight_operands(chunk_features(chunk), part))
 
     def transient_bytes(self, column: str, chunk: Chunk, part: int, layers: int) -> int:
-        work, total = chunk_work(chunk, self._widest[part]), self.stage_layers[part]
-        need = self.transient(column, work, part, kept=total - layers)
+        features, total = chunk_features(chunk, self._widest[part]), self.stage_layers[part]
+        need = self.transient(column, features, part, kept=total - layers)
         if column in PILING_UP and 0 < layers < total:
             # Operands pile up behind the kept layers too, until the last layer is computed again.
-            all_again = self.transient(column, work, part, kept=0)
-            need = max(need, all_again - (total - layers) * self.layer_saving(work))
+            all_again = self.transient(column, features, part, kept=0)
+            need = max(need, all_again - (total - layers) * self.layer_saving(features))
         return round(need)
 
     def message_bytes(self, num_tokens: int) -> int:
@@ -402,17 +420,17 @@ class AnalyticCost:
 
     def table(self, chunks: Sequence[Chunk]) -> CostTable:
         """The same figures for many chunks at once."""
-        works = chunks_work(chunks, tuple(self.window_counts))
-        work = next(iter(works.values()))
-        means = [mean_work(works, windows) for windows in self.layer_windows]
-        widest = [works[window] for window in self._widest]
+        by_window = chunks_features(chunks, tuple(self.window_counts))
+        features = next(iter(by_window.values()))
+        means = [mean_features(by_window, windows) for windows in self.layer_windows]
+        widest = [by_window[window] for window in self._widest]
         parts = range(self.num_parts)
 
         def rows(function: Callable[[int], FloatArray]) -> FloatArray:
             return np.stack([function(part) for part in parts])
 
         def seconds(column: str) -> FloatArray:
-            return rows(lambda part: self.pass_time(self.times[column], means[part], part))
+            return rows(lambda part: self.part_seconds(self.times[column], means[part], part))
 
         def transient(column: str, kept: Sequence[int]) -> FloatArray:
             return rows(lambda part: self.transient(column, widest[part], part, kept=kept[part]))
@@ -427,29 +445,31 @@ class AnalyticCost:
             stage_layers=self.stage_layers,
             placement=self.placement,
             seconds=Columns(seconds),
-            recompute=self._recompute_table(works),
+            recompute=self._recompute_table(by_window),
             message=self.message.latency
-            + work.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
+            + features.tokens * (self.memory.message / self.sequence_parallel * self.message.seconds_per_byte),
             held={
-                ACTIVATIONS.name: rows(lambda part: self.activation(work, part)),
-                WEIGHT_OPERANDS.name: rows(lambda part: self.weight_operands(work, part)),
+                ACTIVATIONS.name: rows(lambda part: self.activation(features, part)),
+                WEIGHT_OPERANDS.name: rows(lambda part: self.weight_operands(features, part)),
                 **sequence_bytes(self, chunks),
             },
-            layer_saving=rows(lambda part: self.layer_saving(work)),
+            layer_saving=rows(lambda part: self.layer_saving(features)),
             transient=Columns(transients),
             message_bytes=message_bytes(self, chunks),
         )
 
-    def _recompute_table(self, works: Mapping[int, Work[FloatArray]]) -> FloatArray:
+    def _recompute_table(self, by_window: Mapping[int, Features[FloatArray]]) -> FloatArray:
         """Seconds of recomputing the first layers of every part, none to all, (parts, most layers + 1, chunks)."""
-        seconds = np.stack([self.layers_time(self.recompute or self.forward, work, 1.0) for work in works.values()])
+        seconds = np.stack(
+            [self.layers_seconds(self.recompute or self.forward, features, 1.0) for features in by_window.values()]
+        )
         table = np.zeros((self.num_parts, max(self.stage_layers) + 1, seconds.shape[1]))
         for rows, windows in zip(table, self.layer_windows, strict=True):
-            layers = np.array([[own == window for window in works] for own in windows], np.float64)
-            rows[1 : len(windows) + 1] = np.cumsum(layers.reshape(-1, len(works)), axis=0) @ seconds
+            layers = np.array([[own == window for window in by_window] for own in windows], np.float64)
+            rows[1 : len(windows) + 1] = np.cumsum(layers.reshape(-1, len(by_window)), axis=0) @ seconds
         return table
 
-    def work_seconds(self, lengths: Sequence[int]) -> float:
+    def compute_seconds(self, lengths: Sequence[int]) -> float:
         """Forward and backward of whole sequences by the whole model, one device, without fixed cost and all-to-all."""
         layers, tokens = sum(self.stage_layers), sum(lengths)
         pairs = sum(
@@ -457,15 +477,15 @@ class AnalyticCost:
             for window, count in self.window_counts.items()
         )
         total = 0.0
-        for time in (self.forward, self.backward):
-            ends = time.embedding_token + time.head_token
-            total += (time.pair * pairs + time.token * tokens) * layers + tokens * ends
+        for pass_time in (self.forward, self.backward):
+            ends = pass_time.embedding_token + pass_time.head_token
+            total += (pass_time.pair * pairs + pass_time.token * tokens) * layers + tokens * ends
         return total
 
     def chunk_seconds(self) -> float:
         """Fixed cost of one chunk over all parts, forward and backward (``b1``)."""
         layers, parts = sum(self.stage_layers), self.num_parts
         return sum(
-            time.chunk * layers + time.stage * parts + time.embedding_chunk + time.head_chunk
-            for time in (self.forward, self.backward)
+            pass_time.chunk * layers + pass_time.stage * parts + pass_time.embedding_chunk + pass_time.head_chunk
+            for pass_time in (self.forward, self.backward)
         )

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 from numpy.typing import ArrayLike
 
+from infinipipe.cost.features import chunk_features
 from infinipipe.cost.flops import flop_cost
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
-from infinipipe.cost.work import chunk_work
 from infinipipe.plan import Chunk, Slice
 
 Split = tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,10 +71,10 @@ def _operations(shape: ModelShape, context: int) -> tuple[list[int], int, int]:
     cost = flop_cost(shape, (shape.layers,), flops_per_second=1.0)
     chunk, passes = Chunk((Slice(0, 0, context, context),)), (cost.forward, cost.backward)
     by_window = {
-        window: round(sum(cost.layers_time(time, chunk_work(chunk, window), 1.0) for time in passes))
+        window: round(sum(cost.layers_seconds(each, chunk_features(chunk, window), 1.0) for each in passes))
         for window in cost.window_counts
     }
     layers = [by_window[window] for window in cost.layer_windows[0]]
-    first = round(context * sum(time.embedding_token for time in passes))
-    last = round(context * sum(time.head_token for time in passes))
+    first = round(context * sum(each.embedding_token for each in passes))
+    last = round(context * sum(each.head_token for each in passes))
     return layers, first, last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from infinipipe.cost.table import CostTable
 from infinipipe.plan import Chunk, Placement
 
 
@@ -74,4 +76,16 @@ class CostModel(Protocol):
 
     def state_bytes(self, stage: int) -> int:
         """Parameters, gradients and optimizer states of all parts of the stage."""
+        ...
+
+    def table(self, chunks: Sequence[Chunk]) -> CostTable:
+        """The same figures for many chunks at once; :func:`infinipipe.cost.table_by_chunk` makes them from the other methods."""
+        ...
+
+    @property
+    def pair_seconds(self) -> Mapping[int, float]:
+        """Forward and backward over all parts of the layers with each window (0 for none), per unit of ``pairs`` of whole sequences.
+
+        By it, sequences are cut into slices of equal time; if it is empty, all layers count as without a window.
+        """
         ...

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from infinipipe.cost.interface import CostModel
-from infinipipe.cost.work import FloatArray
+from infinipipe.cost.features import FloatArray
 from infinipipe.plan import COLUMNS, KINDS, Chunk, Placement
 from infinipipe.plan.kinds import ACTIVATIONS, KEYS_VALUES, KV_GRADIENTS, WEIGHT_OPERANDS
+
+if TYPE_CHECKING:
+    from infinipipe.cost.interface import CostModel
 
 PILING_UP = frozenset(row.cost for row in KINDS.values() if row.leaves_behind)
 """Columns of actions behind which something piles up while they run."""
@@ -74,7 +76,7 @@ class CostTable:
         return int(self.message.shape[0])
 
     @property
-    def work(self) -> FloatArray:
+    def forward_backward(self) -> FloatArray:
         """(parts, chunks) seconds of a forward and a backward."""
         return self.seconds["forward"] + self.seconds["backward"]
 
@@ -106,19 +108,8 @@ class CostTable:
         return np.where(left <= 0, full, kept)
 
 
-@runtime_checkable
-class HasTable(Protocol):
-    """A cost model that fills a whole table faster than chunk by chunk."""
-
-    def table(self, chunks: Sequence[Chunk]) -> CostTable:
-        """The cost of ``chunks`` at every part."""
-        ...
-
-
-def tabulate(cost: CostModel, chunks: Sequence[Chunk]) -> CostTable:
-    """The cost of ``chunks`` at every part of ``cost``."""
-    if isinstance(cost, HasTable):
-        return cost.table(chunks)
+def table_by_chunk(cost: CostModel, chunks: Sequence[Chunk]) -> CostTable:
+    """The cost of ``chunks`` at every part, by the methods for one chunk."""
     layers = cost.stage_layers
 
     def rows(function: Callable[[Chunk, int], float]) -> FloatArray:

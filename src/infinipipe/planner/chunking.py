@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from infinipipe.cost.work import prefix_pairs
+from infinipipe.cost.features import prefix_pairs
 from infinipipe.plan import Chunk, Slice, cut
 
 MANY_SEQUENCES = 1000
@@ -25,7 +25,7 @@ class SequenceTime:
     Attributes:
         pair: of the layers without a window, per unit of ``stop^2 - start^2``.
         token: per token.
-        windows: ascending windows with their layers' seconds per unit of :func:`infinipipe.cost.work.prefix_pairs`.
+        windows: ascending windows with their layers' seconds per unit of :func:`infinipipe.cost.features.prefix_pairs`.
     """
 
     pair: float

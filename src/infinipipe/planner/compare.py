@@ -21,8 +21,8 @@ UNPIPED = {"ulysses-zero3": ulysses_zero3, "flexsp": flexsp}
 
 def ideal_seconds(cost: AnalyticCost, lengths: Sequence[int], token_capacity: int) -> float:
     """All tokens' forward and backward perfectly divided over all devices, at the fewest chunks possible (section 7)."""
-    work = cost.work_seconds(lengths) / (cost.sequence_parallel * cost.num_stages)
-    return work + cost.chunk_seconds() / cost.num_stages * math.ceil(sum(lengths) / token_capacity)
+    computing = cost.compute_seconds(lengths) / (cost.sequence_parallel * cost.num_stages)
+    return computing + cost.chunk_seconds() / cost.num_stages * math.ceil(sum(lengths) / token_capacity)
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def _outcome(
 ) -> Outcome:
     table, stages = found.draft.table, cost.num_stages
     recompute = float(table.recompute_seconds(found.recompute).sum()) / stages
-    busy = float(table.work.sum()) / stages
+    busy = float(table.forward_backward.sum()) / stages
     chunks = table.num_chunks
-    work = cost.work_seconds(lengths) / (cost.sequence_parallel * stages)
-    fixed = cost.chunk_seconds() / stages * chunks + work
+    computing = cost.compute_seconds(lengths) / (cost.sequence_parallel * stages)
+    fixed = cost.chunk_seconds() / stages * chunks + computing
     return Outcome(
         planner=name,
         seconds=found.seconds,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from infinipipe.cost import CostModel, CostTable, tabulate
+from infinipipe.cost import CostModel, CostTable
 from infinipipe.plan import Chunk, Pipeline, ReplicaPlan, Slice, build_replica
 from infinipipe.planner.chunking import SequenceTime
 from infinipipe.planner.memory import BudgetError, IntArray, StageMemory, stage_memories
@@ -20,16 +18,6 @@ from infinipipe.planner.solvers import solve
 from infinipipe.simulate.engine import Engine
 
 ADVICE = "allow more slices, use more stages or a lower token capacity"
-
-
-@runtime_checkable
-class HasWindows(Protocol):
-    """A cost model that knows which of its layers have a window."""
-
-    @property
-    def pair_seconds(self) -> Mapping[int, float]:
-        """Forward and backward over all stages, per unit of ``prefix_pairs``, of the layers with each window, 0 for none."""
-        ...
 
 
 def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
@@ -49,7 +37,7 @@ def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
     n = max(longest, 1024)
     one, two, three = seconds(1), seconds(n), seconds(2 * n)
     first, second = (two - one) / (n - 1), (three - two) / n
-    pairs = dict(cost.pair_seconds) if isinstance(cost, HasWindows) else {}
+    pairs = dict(cost.pair_seconds)
     full = pairs.pop(0, 0.0)
     if pairs:
         by_attention = SequenceTime(full, 0.0, tuple(sorted(pairs.items())))
@@ -74,7 +62,7 @@ class Draft:
 
     @cached_property
     def table(self) -> CostTable:
-        return tabulate(self.cost, self.chunks)
+        return self.cost.table(self.chunks)
 
     @cached_property
     def replica(self) -> ReplicaPlan:

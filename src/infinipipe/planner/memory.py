@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from infinipipe.cost import CostModel, CostTable, tabulate
-from infinipipe.cost.work import FloatArray
+from infinipipe.cost import CostModel, CostTable
+from infinipipe.cost.features import FloatArray
 from infinipipe.plan import Plan, PlanError, Program, ReplicaPlan
 from infinipipe.plan.kinds import ACTIVATIONS
 from infinipipe.plan.program import AHEAD, Intervals
@@ -279,7 +279,7 @@ def _pinned(
 
 def replica_peaks(replica: ReplicaPlan, cost: CostModel) -> list[int]:
     """Peak bytes of every stage under the replica's action lists and recompute."""
-    memories = stage_memories(replica.program, tabulate(cost, replica.chunks), cost)
+    memories = stage_memories(replica.program, cost.table(replica.chunks), cost)
     if not replica.chunks:
         return [cost.state_bytes(memory.stage) for memory in memories]
     recompute = np.array(replica.recompute, np.int64)

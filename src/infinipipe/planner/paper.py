@@ -55,7 +55,7 @@ def group_pipelines(problem: Replica, chunking: Chunking) -> list[tuple[Chunk, .
 
     table = problem.draft([chunks(0, len(classes))]).table
     stages = table.num_stages
-    pipeline_price = (stages - 1) * float(table.work.mean())
+    pipeline_price = (stages - 1) * float(table.forward_backward.mean())
     layer_seconds = float(table.layer_recompute.mean())
 
     @cache

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinipipe.cost import CostTable
-from infinipipe.cost.work import FloatArray
+from infinipipe.cost.features import FloatArray
 from infinipipe.planner.memory import IntArray, StageMemory
 
 TOLERANCE = 0.5

@@ -7,7 +7,7 @@ import dataclasses
 import highspy
 import numpy as np
 
-from infinipipe.cost.work import FloatArray
+from infinipipe.cost.features import FloatArray
 from infinipipe.planner.memory import IntArray
 from infinipipe.planner.recompute import TOLERANCE, RecomputeProblem, RecomputeSolution, Rows
 

@@ -172,10 +172,10 @@ def _assign(batch: Sequence[int], layout: Sequence[int], cluster: Cluster) -> fl
     slowest = 0.0
     for length in sorted(batch, reverse=True):
         best: tuple[float, int] | None = None
-        work = cluster.cost.work_seconds([length])
+        computing = cluster.cost.compute_seconds([length])
         for degree, heap in by_degree.items():
             if heap and room[heap[0][1]] >= length:
-                end = heap[0][0] + work / degree + exchanges[degree] * length
+                end = heap[0][0] + computing / degree + exchanges[degree] * length
                 if best is None or end < best[0]:
                     best = (end, degree)
         if best is None:

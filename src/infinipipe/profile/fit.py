@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from infinipipe.cost import Link, PassTime
-from infinipipe.cost.work import Work, chunk_work, mean_work
+from infinipipe.cost.features import Features, chunk_features, mean_features
 from infinipipe.plan import Chunk
 from infinipipe.profile.regression import Floats, robust_fit, robust_loss
 
@@ -44,11 +44,11 @@ class Sample:
     shards: int = 1
     stage: int = 0
 
-    def work(self, layers: int) -> Work[float]:
-        """A device's share of the mean work of the stage's first ``layers``."""
+    def features(self, layers: int) -> Features[float]:
+        """A device's share of the mean features of the stage's first ``layers``."""
         windows = self.windows[:layers] or (0,)
-        work = mean_work({window: chunk_work(self.chunk, window) for window in windows}, windows)
-        return dataclasses.replace(work, **{name: getattr(work, name) / self.shards for name in _SHARED})
+        features = mean_features({window: chunk_features(self.chunk, window) for window in windows}, windows)
+        return dataclasses.replace(features, **{name: getattr(features, name) / self.shards for name in _SHARED})
 
 
 _SHARED = ("tokens", "pairs", "crossed", "partial", "reach", "slices")
@@ -66,10 +66,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class _Data:
-    """Samples as arrays of shape (samples,); ``work`` is a layer's, ``again`` that of a recomputed one."""
+    """Samples as arrays of shape (samples,); ``features`` are a layer's, ``again`` those of a recomputed one."""
 
-    work: Work[Floats]
-    again: Work[Floats]
+    features: Features[Floats]
+    again: Features[Floats]
     layers: Floats
     recomputed: Floats
     is_first: Floats
@@ -81,33 +81,33 @@ class _Data:
         def column(values: Iterable[float]) -> Floats:
             return np.fromiter(values, np.float64, len(samples))
 
-        def work(works: Sequence[Work[float]]) -> Work[Floats]:
-            return Work(*(column(getattr(w, f.name) for w in works) for f in dataclasses.fields(Work)))
+        def columns(each: Sequence[Features[float]]) -> Features[Floats]:
+            return Features(*(column(getattr(one, f.name) for one in each) for f in dataclasses.fields(Features)))
 
         return cls(
-            work([sample.work(sample.layers) for sample in samples]),
-            work([sample.work(sample.recomputed) for sample in samples]),
+            columns([sample.features(sample.layers) for sample in samples]),
+            columns([sample.features(sample.recomputed) for sample in samples]),
             *(column(getattr(sample, name) for sample in samples) for name in _COLUMNS),
         )
 
 
 _COLUMNS = ("layers", "recomputed", "is_first", "is_last", "seconds")
 
-_PER_LAYER: dict[str, Callable[[Work[Floats], float], Floats]] = {
-    "pair": lambda work, knot: work.pairs - work.crossed,
-    "context": lambda work, knot: work.crossed,
-    "token": lambda work, knot: work.tokens,
-    "slice": lambda work, knot: work.slices,
-    "reach": lambda work, knot: work.reach,
-    "resumed": lambda work, knot: work.resumed,
-    "chunk": lambda work, knot: np.ones_like(work.tokens),
-    "short": lambda work, knot: np.maximum(knot - work.tokens, 0.0),
+_PER_LAYER: dict[str, Callable[[Features[Floats], float], Floats]] = {
+    "pair": lambda features, knot: features.pairs - features.crossed,
+    "context": lambda features, knot: features.crossed,
+    "token": lambda features, knot: features.tokens,
+    "slice": lambda features, knot: features.slices,
+    "reach": lambda features, knot: features.reach,
+    "resumed": lambda features, knot: features.resumed,
+    "chunk": lambda features, knot: np.ones_like(features.tokens),
+    "short": lambda features, knot: np.maximum(knot - features.tokens, 0.0),
 }
 _PER_STAGE: dict[str, Callable[[_Data], Floats]] = {
     "stage": lambda data: np.ones_like(data.layers),
-    "head_token": lambda data: data.is_last * data.work.tokens,
+    "head_token": lambda data: data.is_last * data.features.tokens,
     "head_chunk": lambda data: data.is_last,
-    "embedding_token": lambda data: data.is_first * data.work.tokens,
+    "embedding_token": lambda data: data.is_first * data.features.tokens,
     "embedding_chunk": lambda data: data.is_first,
 }
 _ENDS = {
@@ -121,7 +121,7 @@ is 0."""
 
 def _matrix(data: _Data, knot: float, pass_: str) -> Floats:
     """The column of every coefficient; zeros for those that the pass does not have."""
-    columns = [column(data.work, knot) * data.layers for column in _PER_LAYER.values()]
+    columns = [column(data.features, knot) * data.layers for column in _PER_LAYER.values()]
     for name, end in _PER_STAGE.items():
         columns.append(end(data) if name in ("stage", *_ENDS[pass_]) else np.zeros_like(data.layers))
     if pass_ == "backward":
@@ -132,7 +132,7 @@ def _matrix(data: _Data, knot: float, pass_: str) -> Floats:
 def _tells_ends_apart(data: _Data) -> bool:
     """Whether what a layer, the head and the embedding take for a token can be told from each other."""
     per_token = [
-        data.work.tokens * data.layers,
+        data.features.tokens * data.layers,
         *(_PER_STAGE[name](data) for name in ("head_token", "embedding_token")),
     ]
     return bool(np.linalg.matrix_rank(np.stack(per_token, axis=1)) == len(per_token))
@@ -184,7 +184,7 @@ def fit_weight(samples: Sequence[Sample]) -> tuple[PassTime, Quality] | None:
     if not samples:
         return None
     data = _Data.of(samples)
-    matrix = np.stack([data.work.tokens * data.layers, data.layers, np.ones_like(data.layers)], axis=1)
+    matrix = np.stack([data.features.tokens * data.layers, data.layers, np.ones_like(data.layers)], axis=1)
     coefficients = robust_fit(matrix, data.seconds)
     token, chunk, stage = map(float, coefficients)
     quality = _quality(samples, matrix @ coefficients / data.seconds)
@@ -201,7 +201,7 @@ def _solve(data: _Data, pass_: str) -> tuple[Floats, float]:
     """Coefficients, and the knot that serves best: 0, none, unless another is clearly better."""
     best: tuple[float, Floats, float] | None = None
     apart, last_end = _tells_ends_apart(data), [*_PER_LAYER, *_PER_STAGE].index(_ENDS[pass_][-1])
-    for knot in (0.0, *_knots(data.work.tokens)):
+    for knot in (0.0, *_knots(data.features.tokens)):
         matrix = _matrix(data, knot, pass_)
         if not apart:
             matrix[:, last_end] = 0.0

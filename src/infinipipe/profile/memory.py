@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infinipipe.cost import AnalyticCost, MemoryUse, tabulate
-from infinipipe.cost.work import chunk_work
+from infinipipe.cost import AnalyticCost, MemoryUse
+from infinipipe.cost.features import chunk_features
 from infinipipe.plan import Action, Chunk, Plan, ReplicaPlan
 from infinipipe.plan.kinds import ACTIVATIONS, WEIGHT_OPERANDS
 from infinipipe.profile.timing import Run, stage_processes
@@ -96,14 +96,14 @@ class _Account:
         """Set what was measured of the action against it."""
         row, layers, last = self.action.kind.row, cost.stage_layers[self.stage], cost.num_stages - 1
         change = event.after - event.before + self.taken - self.given + sum(self.released.values())
-        work, tokens = chunk_work(self.chunk), self.chunk.num_tokens
+        features, tokens = chunk_features(self.chunk), self.chunk.num_tokens
 
         def measured(name: str) -> float:
             """Bytes of one resource that it acquired: all that changed but for the others."""
             return change - sum(size for other, size in self.acquired.items() if other != name)
 
         if (held := self.acquired.get(ACTIVATIONS.name)) is not None and layers:
-            name, part = "kept", float(layers * cost.layer_activation(work))
+            name, part = "kept", float(layers * cost.layer_activation(features))
             if self.recomputed:
                 name, part = "input", layers * cost.memory.layer_input * tokens / cost.sequence_parallel
             if self.recomputed in (0, layers):
@@ -126,7 +126,7 @@ class _Account:
 
 def _accounts(replica: ReplicaPlan, stage: int, cost: AnalyticCost) -> list[_Account]:
     """What every action of a stage should change, in their order."""
-    program, table = replica.program, tabulate(cost, replica.chunks)
+    program, table = replica.program, cost.table(replica.chunks)
     layers = np.array(replica.recompute, np.int64)
     held = {**table.held, ACTIVATIONS.name: table.held[ACTIVATIONS.name] - layers * table.layer_saving}
     first, last = program.base[stage], program.base[stage + 1]

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from infinipipe.cost import CostModel, tabulate
+from infinipipe.cost import CostModel
+from infinipipe.cost.features import FloatArray
 from infinipipe.cost.table import Columns
-from infinipipe.cost.work import FloatArray
 from infinipipe.model import IGNORE
 from infinipipe.plan import Placement, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
@@ -66,7 +66,7 @@ def rehearse(
     if num_stages > MAX_STAGES:
         raise SettingError(f"the plan has {num_stages} stages; a rehearsal runs at most {MAX_STAGES} on one machine")
     require_same_stages(replica, cost)
-    table = tabulate(cost, replica.chunks)
+    table = cost.table(replica.chunks)
     message = table.message / speed
     seconds = Columns(lambda column: table.seconds[column] / speed)
     recompute = table.recompute_seconds(replica.recompute) / speed

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from infinipipe.cost import CostModel, tabulate
+from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan
 from infinipipe.simulate.engine import Engine, Floats, Times
 from infinipipe.simulate.memory import memory_curves
@@ -51,7 +51,7 @@ def simulate(replica: ReplicaPlan, cost: CostModel, *, budget: int | None = None
     lists deadlock or the cost model is of other stages.
     """
     require_same_stages(replica, cost)
-    table = tabulate(cost, replica.chunks)
+    table = cost.table(replica.chunks)
     recompute = table.recompute_seconds(replica.recompute)
     times = Engine(replica).times(table.seconds, table.message, recompute)
     curves = memory_curves(replica, times, table, cost)

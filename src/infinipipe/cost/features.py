@@ -21,7 +21,7 @@ Number = TypeVar("Number", float, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Generic[Number]):
+class Features(Generic[Number]):
     """The features of a chunk, or of many, at a layer, or the mean over layers.
 
     Attributes:
@@ -44,40 +44,33 @@ class Work(Generic[Number]):
     slices: Number
 
 
-def larger(a: Number, b: Number) -> Number:
-    """The larger of two floats, or of two arrays elementwise."""
-    return (a + b + abs(a - b)) * 0.5
-
-
-def smaller(a: Number, b: Number | float) -> Number:
-    """The smaller of two floats, or of an array's elements and a float."""
-    return (a + b - abs(a - b)) * 0.5
-
-
 def prefix_pairs(length: Number, window: int) -> Number:
     """``pairs`` of the first ``length`` tokens of a sequence: ``length^2`` up to the window, linear beyond."""
     if not window:
         return length * length
-    limited = smaller(length, window)
+    # Of one number Python's own is several times faster, and cutting sequences into slices of equal time asks for millions.
+    limited = np.minimum(length, window) if isinstance(length, np.ndarray) else min(length, window)
     return limited * limited + (2 * window - 1) * (length - limited)
 
 
-def _work(tokens: Number, pairs: Number, start: Number, stop: Number, slices: Number, window: int) -> Work[Number]:
+def _features(
+    tokens: Number, pairs: Number, start: Number, stop: Number, slices: Number, window: int
+) -> Features[Number]:
     """The features from their sums; ``start`` and ``stop`` are those of the slice of a cut sequence, 0 without one."""
     partial = stop - start
-    reach = smaller(stop, partial + (window - 1)) if window else stop
-    return Work(
+    reach = np.minimum(stop, partial + (window - 1)) if window else stop
+    return Features(
         tokens=tokens,
         pairs=pairs,
         crossed=prefix_pairs(stop, window) - prefix_pairs(start, window) - prefix_pairs(partial, window),
         partial=partial,
         reach=reach,
-        resumed=smaller(reach - partial, 1.0),
+        resumed=np.minimum(reach - partial, 1.0),
         slices=slices,
     )
 
 
-def chunk_work(chunk: Chunk, window: int = 0) -> Work[float]:
+def chunk_features(chunk: Chunk, window: int = 0) -> Features[float]:
     """The features of one chunk at a layer with that window."""
     tokens = pairs = 0.0
     for piece in chunk.slices:
@@ -85,10 +78,10 @@ def chunk_work(chunk: Chunk, window: int = 0) -> Work[float]:
         pairs += prefix_pairs(piece.stop, window) - prefix_pairs(piece.start, window)
     first = chunk.slices[0]
     start, stop = (0.0, 0.0) if first.is_whole else (float(first.start), float(first.stop))
-    return _work(tokens, pairs, start, stop, float(len(chunk.slices)), window)
+    return _features(tokens, pairs, start, stop, float(len(chunk.slices)), window)
 
 
-def chunks_work(chunks: Sequence[Chunk], windows: Sequence[int] = (0,)) -> dict[int, Work[FloatArray]]:
+def chunks_features(chunks: Sequence[Chunk], windows: Sequence[int] = (0,)) -> dict[int, Features[FloatArray]]:
     """The features of many chunks at layers with each of ``windows``, as arrays of shape (chunks,)."""
     counts = np.fromiter((len(chunk.slices) for chunk in chunks), np.int64, len(chunks))
     flat = [piece for chunk in chunks for piece in chunk.slices]
@@ -103,21 +96,23 @@ def chunks_work(chunks: Sequence[Chunk], windows: Sequence[int] = (0,)) -> dict[
     tokens, slices = total(stop - start), counts.astype(np.float64)
     ends = start[first] * cut, stop[first] * cut
     return {
-        window: _work(tokens, total(prefix_pairs(stop, window) - prefix_pairs(start, window)), *ends, slices, window)
+        window: _features(
+            tokens, total(prefix_pairs(stop, window) - prefix_pairs(start, window)), *ends, slices, window
+        )
         for window in windows
     }
 
 
-def mean_work(works: Mapping[int, Work[Number]], windows: Sequence[int]) -> Work[Number]:
+def mean_features(by_window: Mapping[int, Features[Number]], windows: Sequence[int]) -> Features[Number]:
     """The mean of the features over layers with ``windows``, from those at each; any of them for no layers."""
     counts = Counter(windows)
     if len(counts) < 2:
-        return next((works[window] for window in counts), next(iter(works.values())))
+        return next((by_window[window] for window in counts), next(iter(by_window.values())))
     shares = {window: count / len(windows) for window, count in counts.items()}
 
     def mean(name: str) -> Number:
-        total: Number = sum(getattr(works[window], name) * share for window, share in shares.items())
+        total: Number = sum(getattr(by_window[window], name) * share for window, share in shares.items())
         return total
 
-    one = works[windows[0]]
+    one = by_window[windows[0]]
     return dataclasses.replace(one, **{name: mean(name) for name in ("pairs", "crossed", "reach", "resumed")})
