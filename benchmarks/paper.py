@@ -7,7 +7,7 @@ Assumptions, all of them:
   size), scaled by shape to 13B and 30B. The publication measured A800 devices, with slower links inside a node.
 * Fixed cost of a micro-batch: planners without a pipeline shard parameters over all devices (ZeRO-3) and pay the calibration's
   fixed cost, which is gathering parameters and scattering gradients, for each one. Pipelines keep the parameters of their
-  stage gathered, which costs their memory, and pay the share ``RESIDENT_CHUNK_SHARE`` of it.
+  stage gathered, which costs their memory, and pay 4% of it (``benchmarks/resident.py``).
 * Memory: 72 GB of 80 for weights, gradients, optimizer states and activations; the calibration's activations per token.
 * Lengths: lognormal with mu 7.0 and sigma 1.63, clipped to the context length, or drawn from the file of ``--lengths``.
 * The baselines are at their best: ``fixed-chunk`` searches its chunk size and the uniform recompute that fits, for every batch;
@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from resident import resident_preset
 
 from infinipipe.cost import AnalyticCost
-from infinipipe.cost.presets import MODELS, RESIDENT_CHUNK_SHARE, preset
+from infinipipe.cost.presets import MODELS, preset
 from infinipipe.planner import PLANNERS, PlannerSettings
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.lengths import read_lengths
@@ -78,8 +79,7 @@ class Cell:
         """The cost models of pipelines and of planners without one."""
         name = f"{self.model}-a100"
         sharded = preset(name, STAGES, sequence_parallel=SEQUENCE_PARALLEL)
-        fixed = sharded.chunk_seconds() * RESIDENT_CHUNK_SHARE
-        resident = preset(name, STAGES, sequence_parallel=SEQUENCE_PARALLEL, chunk_seconds=fixed)
+        resident = resident_preset(name, STAGES, sequence_parallel=SEQUENCE_PARALLEL)
         shape = MODELS[self.model]
         gathered = shape.parameters // STAGES * PARAMETER_BYTES
         return dataclasses.replace(resident, states=tuple(s + gathered for s in resident.states)), sharded

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from resident import resident_preset
 
 from infinipipe.cost import (
     AnalyticCost,
@@ -37,7 +38,7 @@ from infinipipe.cost import (
     state_bytes,
     typical_length,
 )
-from infinipipe.cost.presets import MODELS, RESIDENT_CHUNK_SHARE, preset
+from infinipipe.cost.presets import MODELS, preset
 from infinipipe.plan.ahead import lead
 from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
 from infinipipe.planner.chunking import balanced_chunking
@@ -90,11 +91,8 @@ class Cell:
             stages = even_stages(shape.layers, self.stages)
             cost = flop_cost(shape, stages, states=[0] * self.stages)
             return dataclasses.replace(cost, forward=dataclasses.replace(cost.forward, head_token=0.0))
-        cost = preset(f"{self.model}-a100", self.stages)
-        if self.kind == "resident":
-            fixed = cost.chunk_seconds() * RESIDENT_CHUNK_SHARE
-            cost = preset(f"{self.model}-a100", self.stages, chunk_seconds=fixed)
-        return cost
+        make = resident_preset if self.kind == "resident" else preset
+        return make(f"{self.model}-a100", self.stages)
 
     def settings(self) -> PlannerSettings:
         if self.kind == "free":

@@ -37,7 +37,7 @@ from infinipipe.plan import COLUMNS, Plan, ReplicaPlan
 from infinipipe.profile import Design, Setup, fit_samples, formula
 from infinipipe.profile.memory import memory_ratios
 from infinipipe.profile.samples import plan_samples
-from infinipipe.profile.timing import Run, rounds, stage_processes, step_seconds, undisturbed
+from infinipipe.profile.timing import Run, rounds, stage_processes, undisturbed
 from infinipipe.profile.workers import (
     MESSAGE_TOKENS,
     metered_run,
@@ -127,6 +127,11 @@ def assembled_seconds(plan: Plan, runs: Sequence[Run], cost: AnalyticCost) -> fl
         seconds[sample.column][sample.stage, number[sample.chunk]] = sample.seconds
     message = [cost.message_seconds(chunk.num_tokens) for chunk in replica.chunks]
     return Engine(replica).makespan(seconds, message)
+
+
+def step_seconds(runs: Sequence[Run]) -> float:
+    """The median makespan."""
+    return statistics.median(run.makespan for run in runs)
 
 
 def difference(runs: Sequence[Run]) -> float:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from infinipipe.profile.timing import ATTEMPTS, Run, rounds, stage_processes, step_seconds, undisturbed
+from infinipipe.profile.timing import ATTEMPTS, Run, rounds, stage_processes, undisturbed
 from infinipipe.runtime import Event
 
 
@@ -18,7 +18,6 @@ def run_of(*seconds: float) -> Run:
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
     assert run_of(2.0, 3.0).makespan == 5.0
-    assert step_seconds([run_of(seconds) for seconds in (1.0, 9.0, 2.0)]) == 2.0
 
 
 def test_waiting_is_not_work_and_what_the_executor_does_between_actions_is() -> None:

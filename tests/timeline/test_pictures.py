@@ -148,6 +148,7 @@ def test_units_and_ticks() -> None:
         "5.00 GiB",
         "80.0 GiB",
     ]
+    assert [readable_bytes(b, round_up=True) for b in (2048, 5 * 2**30 + 1)] == ["2.000 KiB", "5.001 GiB"]
     assert ticks(5.7, 6) == ([(float(k), str(k)) for k in range(6)], "s")
     assert ticks(0.0057, 6)[1] == "ms"
     assert [text for _, text in ticks(0.0057, 6)[0]] == ["0", "1", "2", "3", "4", "5"]

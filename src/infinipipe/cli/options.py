@@ -14,6 +14,7 @@ from infinipipe.settings import SettingError
 
 Options = TypeVar("Options")
 
+GIB = 2**30
 MOST_GIB = 2**20
 """The largest memory budget that an option takes."""
 

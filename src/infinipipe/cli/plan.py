@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import MOST_GIB, parse_options, require_not_input
+from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
 from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes, typical_length
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset, preset_names
@@ -21,8 +21,8 @@ from infinipipe.plan import ChunkKind, Placement, Plan, PlanError, cut_sequences
 from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
-from infinipipe.planner.memory import GIB, readable_bytes
 from infinipipe.simulate import simulate_plan
+from infinipipe.timeline.units import readable_bytes
 from infinipipe.train.settings import PlanSettings
 
 MOST_CHUNK_SECONDS = 86_400
@@ -242,7 +242,7 @@ def summarise(
             share = sum(sum(replica.recompute[part]) for part in parts) / max(1, layers * len(replica.chunks))
             used = "" if settings.memory_budget is None else f"{peak / settings.memory_budget:.1%}"
             listed = "+".join(str(plan.stage_layers[part]) for part in parts)
-            table.add_row(str(stage), listed, f"{share:.1%}", readable_bytes(peak), used)
+            table.add_row(str(stage), listed, f"{share:.1%}", readable_bytes(peak, round_up=True), used)
         console.print(table)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import MOST_GIB, parse_options, require_not_input
+from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
 from infinipipe.cost.analytic import AnalyticCost
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.presets import preset
@@ -18,8 +18,6 @@ from infinipipe.settings import SettingError, require_above, require_range
 from infinipipe.simulate import Simulation, simulate_plan
 from infinipipe.timeline import save
 from infinipipe.timeline.units import readable_bytes, readable_seconds
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

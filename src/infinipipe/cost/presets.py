@@ -55,12 +55,6 @@ CALIBRATIONS: dict[str, Calibration] = {
 
 FORWARD_SHARE = 1 / 3
 """Forward's share of forward and backward: the backward of a matrix product is two products."""
-RESIDENT_CHUNK_SHARE = 0.04
-"""Share of a calibration's fixed cost per micro-batch that is left when parameters stay gathered.
-
-The 629 ms of the A100 calibration are about what gathering 13.5 GB of parameters twice and scattering their gradients once takes
-at some 64 GB/s a node; what a chunk costs without them is launching kernels, about 90 a layer at 8 us: 23 ms.
-"""
 
 
 def preset_names() -> list[str]:

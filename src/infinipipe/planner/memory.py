@@ -18,9 +18,9 @@ from infinipipe.plan import Plan, PlanError, Program, ReplicaPlan
 from infinipipe.plan.kinds import ACTIVATIONS
 from infinipipe.plan.program import AHEAD, Intervals
 from infinipipe.simulate import require_same_stages
+from infinipipe.timeline.units import readable_bytes
 
 IntArray = NDArray[np.int64]
-MIB, GIB = 2**20, 2**30
 
 
 class BudgetError(PlanError):
@@ -28,8 +28,8 @@ class BudgetError(PlanError):
 
     def __init__(self, required: int, budget: int, stage: int, advice: str, where: str = "") -> None:
         super().__init__(
-            f"{where}needs about {readable_bytes(required)} per device at stage {stage}, got {readable_bytes(budget)}; "
-            f"{advice}"
+            f"{where}needs about {readable_bytes(required, round_up=True)} per device at stage {stage}, got "
+            f"{readable_bytes(budget, round_up=True)}; {advice}"
         )
         self.required = required
         self.budget = budget
@@ -39,14 +39,6 @@ class BudgetError(PlanError):
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, int, str, str]]:
         return type(self), (self.required, self.budget, self.stage, self.advice, self.where)
-
-
-def readable_bytes(count: float) -> str:
-    """Bytes in the largest unit that leaves at least 1, rounded up so that it still suffices."""
-    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
-        if count >= unit:
-            return f"{np.ceil(count / unit * 1000) / 1000:.3f} {name}"
-    return f"{int(count)} bytes"
 
 
 @dataclass(frozen=True)
@@ -135,17 +127,17 @@ def stage_memories(program: Program, table: CostTable, cost: CostModel) -> list[
     full = common + np.maximum(program.by_kind(lambda column: table.transient[column][1]), waiting)
     full -= most_freed[program.part, program.chunk]
     held = _is_held(program, activations)
-    windows = _Windows(
+    by_action = _ByAction(
         held,
         kept,
         np.where(held, full, -np.inf),
         np.where(program.rows("leaves_behind"), 1, layers_of[program.part]),
     )
-    return [_stage_memory(stage, program, table, activations, windows) for stage in range(program.num_stages)]
+    return [_stage_memory(stage, program, table, activations, by_action) for stage in range(program.num_stages)]
 
 
 @dataclass(frozen=True)
-class _Windows:
+class _ByAction:
     """What :class:`StageMemory` has by action, of all stages."""
 
     is_held: NDArray[np.bool_]
@@ -176,7 +168,7 @@ def _stage_memory(
     program: Program,
     table: CostTable,
     activations: Intervals,
-    windows: _Windows,
+    by_action: _ByAction,
 ) -> StageMemory:
     begin, end = program.base[stage], program.base[stage + 1]
     parts, count = program.placement.parts[stage], len(program.chunks)
@@ -194,10 +186,10 @@ def _stage_memory(
         last=last,
         saving=table.layer_saving[list(parts)].ravel(),
         own=place_of[program.part[begin:end]] * count + program.chunk[begin:end],
-        is_held=windows.is_held[begin:end],
-        kept=windows.kept[begin:end],
-        full=windows.full[begin:end],
-        full_from=windows.full_from[begin:end],
+        is_held=by_action.is_held[begin:end],
+        kept=by_action.kept[begin:end],
+        full=by_action.full[begin:end],
+        full_from=by_action.full_from[begin:end],
     )
 
 

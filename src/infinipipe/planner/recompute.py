@@ -1,10 +1,10 @@
-"""Stage-aware chunk-level recompute (Eq. 15-20, Algorithm 2) as a covering problem over exact memory windows.
+"""Stage-aware chunk-level recompute (Eq. 15-20, Algorithm 2) as a covering problem over exact memory constraints.
 
-Every action of every stage is a window: the chunks that are live then. Recomputing a layer of a live chunk frees bytes; each
-window demands that enough are freed. Chunks on a diagonal (chunk ``k`` in backward order at stage ``p`` and ``k + 1`` at
+Every action of every stage puts a constraint on the chunks that are live then: recomputing a layer of a live chunk frees bytes, and
+the action demands that enough are freed. Chunks on a diagonal (chunk ``k`` in backward order at stage ``p`` and ``k + 1`` at
 stage ``p + 1``) may share a variable, since one stage's recompute makes the others wait as long.
 
-Two windows belong to an action, because a chunk of which all layers are recomputed needs one layer's activations while its
+Two constraints belong to an action, because a chunk of which all layers are recomputed needs one layer's activations while its
 backward runs: one with the chunk counted as if a layer were kept, one without the chunk's own share.
 """
 
@@ -21,7 +21,7 @@ from infinipipe.cost.features import FloatArray
 from infinipipe.planner.memory import IntArray, StageMemory
 
 TOLERANCE = 0.5
-"""Bytes by which a window may be missed in floating point; problems are stated for one byte less than the budget."""
+"""Bytes by which a constraint may be missed in floating point; problems are stated for one byte less than the budget."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class RecomputeProblem:
-    """Which layers to recompute so that every window fits.
+    """Which layers to recompute so that every constraint holds.
 
     Attributes:
         variable: (parts, chunks) the variable of each.
         upper: largest value of a variable: layers of the largest part. A part of fewer layers recomputes the same
             fraction of them, rounded up.
         weight: (variables,) cost of one unit.
-        rows: the windows, in units of a variable.
+        rows: the constraints, in units of a variable.
         stage_layers: layers of every part.
     """
 
@@ -97,7 +97,7 @@ def recompute_problem(
     upper = max(table.stage_layers)
     count = int(variable.max()) + 1
     rows = [
-        _windows(memory, memory.of(variable), memory.saving * (memory.layers / max(upper, 1)), budget)
+        _constraints(memory, memory.of(variable), memory.saving * (memory.layers / max(upper, 1)), budget)
         for memory in memories
     ]
     lengths = np.concatenate([part[0] for part in rows])
@@ -115,10 +115,10 @@ def recompute_problem(
     )
 
 
-def _windows(
+def _constraints(
     memory: StageMemory, variable: IntArray, saving: FloatArray, budget: float
 ) -> tuple[IntArray, IntArray, FloatArray, FloatArray]:
-    """Row lengths, columns, values and demands of one stage's windows that demand anything and are not implied by others."""
+    """Row lengths, columns, values and demands of one stage's constraints that demand anything and are not implied by others."""
     kept = np.flatnonzero((memory.kept > budget) & ~_implied(memory))
     full = np.flatnonzero(memory.full > budget)
     if not len(kept) and not len(full):
@@ -140,9 +140,9 @@ def _windows(
 
 
 def _implied(memory: StageMemory) -> NDArray[np.bool_]:
-    """Actions whose window holds whenever a neighbouring action's does, so that it need not be stated.
+    """Actions whose constraint holds whenever a neighbouring action's does, so that it need not be stated.
 
-    Let ``live(i)`` be what can be freed at action ``i``; its window demands that ``freed(live(i)) >= kept[i] - budget``. From one
+    Let ``live(i)`` be what can be freed at action ``i``; its constraint demands that ``freed(live(i)) >= kept[i] - budget``. From one
     action to the next, ``live`` gains what the next acquires and loses what this one releases::
 
         action        i: releases r          i + 1: acquires a
@@ -150,7 +150,7 @@ def _implied(memory: StageMemory) -> NDArray[np.bool_]:
 
     If ``i + 1`` holds then ``freed(L) >= kept[i+1] - budget - most(a)``, so ``i`` holds too where that is at least ``kept[i] -
     budget``: the first rule. If ``i`` holds then ``freed(L) >= kept[i] - budget - most(r)``: the second. With neither ``r`` nor
-    ``a`` both windows free the same, and the one that demands less goes; at equal demands just the second does, or each would be
+    ``a`` both free the same, and the one that demands less goes; at equal demands just the second does, or each would be
     left out for the other's sake. With ``a`` and ``r`` a pair can imply each other only if nothing can be freed by either, in which
     case no plan fits, and :meth:`StageMemory.least` has said so before.
     """
@@ -168,7 +168,7 @@ def _implied(memory: StageMemory) -> NDArray[np.bool_]:
 
 
 def aggregated_bound(problem: RecomputeProblem) -> float:
-    """A quick lower bound of the objective: the fractional knapsack that is left if only the sum of all windows must hold."""
+    """A quick lower bound of the objective: the fractional knapsack that is left if only the sum of all constraints must hold."""
     rows = problem.rows
     if not rows.num_rows:
         return 0.0

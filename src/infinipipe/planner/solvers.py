@@ -58,9 +58,9 @@ def _model(problem: RecomputeProblem, *, integer: bool) -> highspy.Highs:
 
 
 def solve_relaxation(problem: RecomputeProblem) -> tuple[float, FloatArray]:
-    """A certified lower bound of whole-numbered solutions, and a solution of the linear relaxation.
+    """A certified lower bound of integer solutions, and a solution of the linear relaxation.
 
-    Raises ``SolverError`` if even recomputing everything leaves a window short.
+    Raises ``SolverError`` if even recomputing everything leaves a constraint unmet.
     """
     if not problem.rows.num_rows:
         return 0.0, np.zeros(problem.num_variables)
@@ -78,9 +78,9 @@ def solve_relaxation(problem: RecomputeProblem) -> tuple[float, FloatArray]:
 
 
 def with_whole_units(problem: RecomputeProblem) -> RecomputeProblem:
-    """The problem with a second row for every window: how many whole units it takes at least, whichever they are.
+    """The problem with a second row for every constraint: how many whole units it takes at least, whichever they are.
 
-    No unit frees more than the window's largest, so ``ceil(demand / largest)`` units are needed: a Chvatal-Gomory cut.
+    No unit frees more than the constraint's largest, so ``ceil(demand / largest)`` units are needed: a Chvatal-Gomory cut.
     """
     rows = problem.rows
     largest = np.maximum.reduceat(rows.values, rows.indptr[:-1])
@@ -95,7 +95,7 @@ def with_whole_units(problem: RecomputeProblem) -> RecomputeProblem:
 
 
 def certified_bound(problem: RecomputeProblem, prices: FloatArray) -> float:
-    """What weak duality proves from a price per demanded byte of every window, whoever found the prices.
+    """What weak duality proves from a price per byte that every constraint demands, whoever found the prices.
 
     Any ``prices >= 0`` of shape (rows,) give a bound of every solution's objective; it is rounded up to a whole number if
     all weights are 1, since then every objective is one.
@@ -127,22 +127,9 @@ def solve_exactly(
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         raise SolverError(f"the integer program is {highs.modelStatusToString(highs.getModelStatus())}")
     values = np.rint(np.array(highs.getSolution().col_value)).astype(np.int64)
-    values = _Repair(problem, values).run()
+    values = repair(problem, values)
     bound = info.mip_dual_bound * float(problem.weight.mean())
     return RecomputeSolution(values, problem.objective(values), bound)
-
-
-def solve_quickly(problem: RecomputeProblem) -> IntArray:
-    """A good solution without a bound: from a low uniform start, repaired greedily. Raises ``SolverError``."""
-    rows = problem.rows
-    if not rows.num_rows:
-        return np.zeros(problem.num_variables, np.int64)
-    most = rows.product(np.full(problem.num_variables, float(problem.upper)))
-    fraction = np.repeat(np.maximum(rows.demand, 0.0) / np.maximum(most, 1.0), np.diff(rows.indptr))
-    counts = np.maximum(np.bincount(rows.columns, minlength=problem.num_variables), 1)
-    mean = np.bincount(rows.columns, fraction, problem.num_variables) / counts
-    start = np.floor(np.minimum(mean, 1.0) * problem.upper).astype(np.int64)
-    return _Repair(problem, start).run()
 
 
 def solve(problem: RecomputeProblem, *, roundings: int = 12) -> RecomputeSolution:
@@ -154,11 +141,13 @@ def solve(problem: RecomputeProblem, *, roundings: int = 12) -> RecomputeSolutio
     bound, relaxed = solve_relaxation(problem)
     random = np.random.default_rng(0)
     best: RecomputeSolution | None = None
+    # Rounded down, little is recomputed in vain, and the fractions that are lost say what to raise. That may still raise the wrong
+    # chunks, of which many do equally well: rounding up more settles some of them beforehand, and noise chooses differently.
     for number in range(roundings):
         upward = UPWARD[number % len(UPWARD)] + 1e-6
         noise = random.random(len(relaxed)) if number >= len(UPWARD) else np.ones(len(relaxed))
         start = np.minimum(np.floor(relaxed + upward * noise), problem.upper).astype(np.int64)
-        values = _Repair(problem, start, np.maximum(relaxed - start, 0.0) * noise).run()
+        values = repair(problem, start, np.maximum(relaxed - start, 0.0) * noise)
         solution = RecomputeSolution(values, problem.objective(values), bound)
         if best is None or solution.objective < best.objective:
             best = solution
@@ -186,10 +175,31 @@ def close_gap(problem: RecomputeProblem, solution: RecomputeSolution) -> Recompu
     return RecomputeSolution(best.values, best.objective, bound)
 
 
-class _Repair:
-    """Raises variables until every window is filled, then lowers those that none needs."""
+def repair(problem: RecomputeProblem, values: IntArray, preference: FloatArray | None = None) -> IntArray:
+    """Make ``values`` meet every constraint: raise variables until they do, then lower those that none needs.
 
-    def __init__(self, problem: RecomputeProblem, values: IntArray, preference: FloatArray | None = None) -> None:
+    ``preference``, (variables,), is by how much raising a variable is to count for more than what it frees, such as the fraction
+    that rounding has taken from it. Raises ``SolverError``.
+    """
+    state = _Repair(problem, values, preference)
+    state.raise_until_met()
+    state.lower_unneeded()
+    return state.values
+
+
+class _Repair:
+    """Values of the variables, with what each constraint still misses.
+
+    The constraint that misses most is met first, by the chunk in it of which one more layer frees the most of what all miss. A layer
+    serves every constraint at which its chunk is live, so that raising for one overshoots at others; lowering takes that back::
+
+        missing  -3   5   0   2      after rounding
+                 -3   1  -4  -2      a layer more of a chunk of 4 bytes a layer, live at the last three
+                 -6  -2  -4  -2      one of a chunk of 3, live at the first two: all are met
+                 -4   0  -4  -2      a layer less of a chunk of 2, live at the first two, that none needs now
+    """
+
+    def __init__(self, problem: RecomputeProblem, values: IntArray, preference: FloatArray | None) -> None:
         rows = problem.rows
         self.problem, self.values = problem, values.copy()
         self.preference = preference if preference is not None else np.zeros(problem.num_variables)
@@ -199,11 +209,6 @@ class _Repair:
         counts = np.bincount(rows.columns, minlength=problem.num_variables)
         self.start = np.concatenate(([0], np.cumsum(counts))).tolist()
         self.missing = rows.demand - rows.product(self.values)
-
-    def run(self) -> IntArray:
-        self._fill()
-        self._trim()
-        return self.values
 
     def _column(self, variable: int) -> slice:
         return slice(self.start[variable], self.start[variable + 1])
@@ -220,7 +225,7 @@ class _Repair:
         gain = np.minimum(missing, self.amount[column]).sum()
         return float(gain * (1.0 + self.preference[variable]) / self.problem.weight[variable])
 
-    def _fill(self) -> None:
+    def raise_until_met(self) -> None:
         rows, upper = self.problem.rows, self.problem.upper
         while rows.num_rows:
             worst = int(np.argmax(self.missing))
@@ -229,10 +234,10 @@ class _Repair:
             columns = rows.columns[rows.indptr[worst] : rows.indptr[worst + 1]]
             choices = [v for v in columns.tolist() if self.values[v] < upper]
             if not choices:
-                raise SolverError("a window does not fit even if everything in it is recomputed")
+                raise SolverError("a constraint is unmet even if everything in it is recomputed")
             self._change(max(choices, key=self._gain), 1)
 
-    def _trim(self) -> None:
+    def lower_unneeded(self) -> None:
         order = np.argsort(-self.problem.weight, kind="stable")
         for variable in order.tolist():
             column = self._column(variable)

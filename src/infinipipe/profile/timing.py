@@ -7,7 +7,6 @@ accounts. So a plan runs until enough of its runs agree with the fastest.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,8 +75,3 @@ def rounds(timed: Sequence[Sequence[Run]], repeats: int, rng: random.Random) -> 
         for _ in range(ATTEMPTS):
             lacking = [i for i, runs in enumerate(timed) if len(undisturbed(runs)) < wanted]
             yield from rng.sample(lacking, len(lacking))
-
-
-def step_seconds(runs: Sequence[Run]) -> float:
-    """The median makespan."""
-    return statistics.median(run.makespan for run in runs)

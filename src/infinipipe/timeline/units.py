@@ -15,11 +15,13 @@ def readable_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs"
 
 
-def readable_bytes(size: float) -> str:
-    """Bytes in the largest unit that leaves at least 1."""
+def readable_bytes(size: float, *, round_up: bool = False) -> str:
+    """Bytes in the largest unit that leaves at least 1; with ``round_up``, three decimals that a limit may be set to."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 2**power:
             number = size / 2**power
+            if round_up:
+                return f"{math.ceil(number * 1000) / 1000:.3f} {unit}"
             return f"{number:.{2 if number < 10 else 1}f} {unit}"
     return f"{size:.0f} B"
 
