@@ -39,11 +39,11 @@ from infinipipe.cost import (
     typical_length,
 )
 from infinipipe.cost.presets import MODELS, preset
-from infinipipe.plan.ahead import lead
+from infinipipe.plan.ahead import forwards_ahead
 from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
 from infinipipe.planner.chunking import balanced_chunking
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
-from infinipipe.planner.draft import Draft, sequence_time
+from infinipipe.planner.draft import Draft, fit_slice_time
 from infinipipe.planner.memory import BudgetError
 from infinipipe.planner.solvers import close_gap, solve, solve_exactly
 from infinipipe.simulate import simulate_plan
@@ -211,11 +211,11 @@ def random_draft(rng: random.Random) -> Draft:
     cost = preset(rng.choice(["7b", "13b", "30b"]) + "-a100", stages)
     cell = Cell("calibrated", "7b", stages, rng.choice([128, 256, 512]), rng.choice([48, 96, 192]) * 1000, "lognormal")
     lengths = cell.lengths(rng.randrange(2**31))
-    seconds = sequence_time(cost, max(lengths))
+    seconds = fit_slice_time(cost, max(lengths))
     slices = rng.choice([2, 4, 8, 16])
     chunking = balanced_chunking(lengths, range(len(lengths)), slices, seconds, token_capacity=sum(lengths))
     schedule = rng.choice(["1f1b", "tapered", "lookahead"])
-    return Draft((chunking.ordered(),), cost, schedule, None if schedule == "1f1b" else lead(stages, 2.0))
+    return Draft((chunking.ordered(),), cost, schedule, None if schedule == "1f1b" else forwards_ahead(stages, 2.0))
 
 
 def solver_gap(count: int, *, against_exact: bool) -> dict[str, object]:

@@ -10,7 +10,7 @@ from infinipipe.plan import Chunk
 from infinipipe.planner.chunking import (
     Bucket,
     Chunking,
-    SequenceTime,
+    SliceTime,
     TokenOverflowError,
     balanced_borders,
     balanced_chunking,
@@ -19,7 +19,7 @@ from infinipipe.planner.chunking import (
 )
 from infinipipe.planner.fixed import cut_and_pack, equal_tokens, terapipe_borders
 
-TIME = SequenceTime(1 / 2000, 1.0)
+TIME = SliceTime(1 / 2000, 1.0)
 
 
 def seconds(chunk: Chunk) -> float:

@@ -8,9 +8,9 @@ import pytest
 from infinipipe.cost import AnalyticCost, Link
 from infinipipe.cost.presets import preset
 from infinipipe.plan import Plan, PlanError, num_splits
-from infinipipe.plan.ahead import lead
+from infinipipe.plan.ahead import forwards_ahead
 from infinipipe.planner import PLANNERS, BudgetError, PlannerSettings, check, plan_replica, plan_step, split_by_time
-from infinipipe.planner.chunking import SequenceTime
+from infinipipe.planner.chunking import SliceTime
 from infinipipe.planner.compare import UNPIPED, compare, ideal_seconds
 from infinipipe.planner.draft import Draft
 from infinipipe.simulate import simulate_plan
@@ -98,11 +98,11 @@ def test_replicas_share_the_time_and_may_be_planned_in_processes() -> None:
     wanted = PlannerSettings(replicas=3, max_slices=4)
     plan = plan_step(lengths, cost, wanted)
     assert plan_step(lengths, cost, wanted, processes=2).hash == plan.hash
-    time = SequenceTime(1e-9, 1e-4)
-    parts = split_by_time(lengths, 3, time)
+    slice_time = SliceTime(1e-9, 1e-4)
+    parts = split_by_time(lengths, 3, slice_time)
     assert sorted(i for part in parts for i in part) == list(range(60))
-    loads = [sum(time(0, lengths[i]) for i in part) for part in parts]
-    assert max(loads) - min(loads) <= time(0, max(lengths))
+    loads = [sum(slice_time(0, lengths[i]) for i in part) for part in parts]
+    assert max(loads) - min(loads) <= slice_time(0, max(lengths))
     lonely = plan_step([500], cost, wanted)
     lonely.validate()
     assert [len(replica.chunks) for replica in lonely.replicas] == [1, 0, 0]
@@ -120,10 +120,10 @@ def test_schedules_are_valid_and_the_lookahead_holds_less(schedule: str, per_sta
     found = plan_replica(lengths, range(60), cost, PlannerSettings(planner="elastic-paper", num_slices=6))
     chunks = found.draft.chunks
     assert num_splits(chunks) == 6
-    draft = Draft((chunks,), cost, schedule, lead(4, per_stage))
+    draft = Draft((chunks,), cost, schedule, forwards_ahead(4, per_stage))
     if per_stage == 2.5 and schedule == "lookahead":
         assert max(draft.peaks(draft.uniform(0))) < max(
-            (other := Draft((chunks,), cost, "tapered", lead(4, per_stage))).peaks(other.uniform(0))
+            (other := Draft((chunks,), cost, "tapered", forwards_ahead(4, per_stage))).peaks(other.uniform(0))
         )
     wanted = PlannerSettings(schedule=schedule, num_slices=6)
     plan_step(lengths, cost, wanted).validate()
@@ -131,10 +131,10 @@ def test_schedules_are_valid_and_the_lookahead_holds_less(schedule: str, per_sta
 
 
 def test_running_ahead_hides_what_1f1b_shows() -> None:
-    """Unequal chunks stop all stages of 1F1B; two forwards of lead per stage absorb it."""
+    """Unequal chunks stop all stages of 1F1B; two forwards ahead for each later stage absorb it."""
     cost, lengths = cost_of(4, 0.0), batch(10, 200)
     paper = plan_replica(lengths, range(200), cost, PlannerSettings(planner="elastic-paper", num_slices=12)).draft
-    ahead = Draft(paper.pipelines, cost, "tapered", lead(4, 2.0))
+    ahead = Draft(paper.pipelines, cost, "tapered", forwards_ahead(4, 2.0))
     assert ahead.seconds_without_recompute < paper.seconds_without_recompute
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from infinipipe.cost import AnalyticCost, ModelShape, flop_cost
 from infinipipe.plan import ActionKind, Chunk, ReplicaPlan, Slice
-from infinipipe.plan.ahead import lead
-from infinipipe.planner.chunking import SequenceTime, balanced_chunking
+from infinipipe.plan.ahead import forwards_ahead
+from infinipipe.planner.chunking import SliceTime, balanced_chunking
 from infinipipe.planner.draft import Draft
 from infinipipe.planner.recompute import aggregated_bound
 from infinipipe.planner.solvers import repair, solve, solve_exactly, solve_relaxation
@@ -27,9 +27,9 @@ def cost_of(stage_layers: tuple[int, ...]) -> AnalyticCost:
 def draft_of(
     lengths: list[int], num_slices: int, stage_layers: tuple[int, ...], schedule: str = "1f1b", per_stage: float = 1.0
 ) -> Draft:
-    time = SequenceTime(1e-6, 1e-3)
-    chunking = balanced_chunking(lengths, range(len(lengths)), num_slices, time, token_capacity=10**9)
-    warmup = None if schedule == "1f1b" else lead(len(stage_layers), per_stage)
+    slice_time = SliceTime(1e-6, 1e-3)
+    chunking = balanced_chunking(lengths, range(len(lengths)), num_slices, slice_time, token_capacity=10**9)
+    warmup = None if schedule == "1f1b" else forwards_ahead(len(stage_layers), per_stage)
     return Draft((chunking.ordered(),), cost_of(stage_layers), schedule, warmup)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from infinipipe.cost import AnalyticCost, ModelShape, even_stages, flop_cost
 from infinipipe.plan import Chunk, Slice
 from infinipipe.planner import PlannerSettings, plan_step
-from infinipipe.planner.chunking import SequenceTime, balanced_borders
-from infinipipe.planner.draft import sequence_time
+from infinipipe.planner.chunking import SliceTime, balanced_borders
+from infinipipe.planner.draft import fit_slice_time
 from infinipipe.simulate import simulate_plan
 
 SHAPE = ModelShape(layers=12, hidden=512, intermediate=1536, heads=8, kv_heads=4, head_dim=64, vocab=2000)
@@ -33,9 +33,11 @@ def cost_of(shape: ModelShape, stages: int = 3) -> AnalyticCost:
     st.lists(st.tuples(st.integers(1, 300), COEFFICIENTS), unique_by=lambda item: item[0], max_size=3),
     st.integers(1, 1000),
 )
-def test_reach_inverts_the_time(pair: float, token: float, windows: list[tuple[int, float]], length: int) -> None:
-    time = SequenceTime(pair, token, tuple(sorted(windows)))
-    assert time.reach(time(0, length)) == pytest.approx(length)
+def test_the_length_taking_a_time_inverts_it(
+    pair: float, token: float, windows: list[tuple[int, float]], length: int
+) -> None:
+    slice_time = SliceTime(pair, token, tuple(sorted(windows)))
+    assert slice_time.length_taking(slice_time(0, length)) == pytest.approx(length)
 
 
 @pytest.mark.parametrize("windows", [(), (256, 0, 0), (256,), (256, 512, 0), (10**6, 0)])
@@ -44,21 +46,21 @@ def test_the_time_of_a_slice_is_the_cost_models(windows: tuple[int, ...], sequen
     cost = dataclasses.replace(
         cost_of(dataclasses.replace(SHAPE, windows=windows)), sequence_parallel=sequence_parallel
     )
-    time = sequence_time(cost, LENGTH)
+    slice_time = fit_slice_time(cost, LENGTH)
     for start, stop in ((0, 100), (0, LENGTH), (100, 700), (LENGTH // 2, LENGTH)):
         chunk = Chunk((Slice(0, start, stop, LENGTH),))
         seconds = sum(
             cost.pass_seconds("forward", chunk, s) + cost.pass_seconds("backward", chunk, s) for s in range(3)
         )
-        assert time(start, stop) == pytest.approx(seconds - cost.chunk_seconds(), rel=1e-9)
+        assert slice_time(start, stop) == pytest.approx(seconds - cost.chunk_seconds(), rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXED, LOCAL])
 def test_slices_take_equal_times(shape: ModelShape) -> None:
     cost = cost_of(shape)
-    time = sequence_time(cost, LENGTH)
-    edges = [0, *balanced_borders(LENGTH, 8, time), LENGTH]
-    seconds = [time(a, b) for a, b in itertools.pairwise(edges)]
+    slice_time = fit_slice_time(cost, LENGTH)
+    edges = [0, *balanced_borders(LENGTH, 8, slice_time), LENGTH]
+    seconds = [slice_time(a, b) for a, b in itertools.pairwise(edges)]
     assert max(seconds) / min(seconds) < 1.001
     sizes = [b - a for a, b in itertools.pairwise(edges)]
     if shape is LOCAL:

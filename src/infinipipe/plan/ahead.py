@@ -19,10 +19,11 @@ from infinipipe.plan.program import Integers
 from infinipipe.plan.schedules import backward_order, register_schedule, require_one_part
 from infinipipe.plan.types import Action, Backward, Chunk, Forward, cut_sequences
 
-LEAD = 2
+PER_STAGE = 2
+"""Forwards that a stage runs ahead for each stage after it, unless a planner says."""
 
 
-def lead(num_stages: int, per_stage: float) -> tuple[int, ...]:
+def forwards_ahead(num_stages: int, per_stage: float) -> tuple[int, ...]:
     """How far every stage runs ahead: ``per_stage`` forwards for each stage after it, rounded up."""
     return tuple(int(np.ceil(per_stage * (num_stages - 1 - stage))) for stage in range(num_stages))
 
@@ -39,7 +40,7 @@ def tapered(
     own = np.array([splits.get(index, 1) for index in order], np.int64)
     depth = np.maximum.accumulate(own[::-1])[::-1]
     before = np.maximum.accumulate(np.maximum(np.arange(len(order)) + depth, _need(order)))
-    ahead = warmup if warmup is not None else lead(placement.num_stages, LEAD)
+    ahead = warmup if warmup is not None else forwards_ahead(placement.num_stages, PER_STAGE)
     return _interleave(order, [before + extra for extra in ahead])
 
 
@@ -52,7 +53,7 @@ def lookahead(
     chunks = [chunk for pipeline in pipelines for chunk in pipeline]
     order = backward_order(chunks)
     need = _need(order)
-    ahead = warmup if warmup is not None else lead(placement.num_stages, LEAD)
+    ahead = warmup if warmup is not None else forwards_ahead(placement.num_stages, PER_STAGE)
     places = np.arange(len(order))
     return _interleave(order, [need[np.minimum(places + extra, len(order) - 1)] for extra in ahead])
 

@@ -1,6 +1,6 @@
 """From lengths, a cost model and a memory budget to a plan. Imports no torch."""
 
-from infinipipe.planner.chunking import Chunking, SequenceTime, balanced_chunking
+from infinipipe.planner.chunking import Chunking, SliceTime, balanced_chunking
 from infinipipe.planner.memory import BudgetError, check, replica_peaks
 from infinipipe.planner.replicas import split_by_time
 from infinipipe.planner.service import PlannerService, ServiceReport
@@ -13,8 +13,8 @@ __all__ = [
     "Chunking",
     "PlannerService",
     "PlannerSettings",
-    "SequenceTime",
     "ServiceReport",
+    "SliceTime",
     "balanced_chunking",
     "check",
     "plan_replica",

@@ -17,63 +17,63 @@ from infinipipe.planner.draft import ADVICE, Draft
 from infinipipe.planner.fixed import chunk_sizes, cut_and_pack, equal_times, equal_tokens, terapipe_borders
 from infinipipe.planner.memory import BudgetError, IntArray
 from infinipipe.planner.paper import plan_paper
-from infinipipe.planner.search import Found, Replica
+from infinipipe.planner.search import Found, ReplicaSearch
 from infinipipe.planner.settings import Recompute
 
 
-def plan_packed(problem: Replica) -> Found:
+def plan_packed(search: ReplicaSearch) -> Found:
     """Batch-level pipeline parallelism: whole sequences packed to the token capacity, 1F1B, uniform recompute."""
-    if problem.longest > problem.capacity:
+    if search.longest > search.capacity:
         raise PlanError(
-            f"packed-1f1b cannot cut the longest sequence, {problem.longest} tokens, to the token capacity of "
-            f"{problem.capacity}; raise token_capacity or use another planner"
+            f"packed-1f1b cannot cut the longest sequence, {search.longest} tokens, to the token capacity of "
+            f"{search.capacity}; raise token_capacity or use another planner"
         )
-    chunking = cut_and_pack(problem.lengths, problem.sequences, lambda length: [], _largest(problem))
-    _uniform(problem, [problem.draft([chunking.ordered()])])
-    return problem.result()
+    chunking = cut_and_pack(search.lengths, search.sequences, lambda length: [], _largest(search))
+    _uniform(search, [search.draft([chunking.ordered()])])
+    return search.refine_best()
 
 
-def plan_fixed_chunk(problem: Replica) -> Found:
+def plan_fixed_chunk(search: ReplicaSearch) -> Found:
     """Fixed-size chunks, cut and packed by tokens, 1F1B, one recompute setting: the "Seq1F1B" of the comparison."""
-    _uniform(problem, [problem.draft([_fixed(problem, size).ordered()]) for size in _sizes(problem)])
-    return problem.result()
+    _uniform(search, [search.draft([_fixed(search, size).ordered()]) for size in _sizes(search)])
+    return search.refine_best()
 
 
-def plan_seq1f1b(problem: Replica) -> Found:
+def plan_seq1f1b(search: ReplicaSearch) -> Found:
     """Seq1F1B: every long sequence in slices of equal time, its own borders, 1F1B, one recompute setting."""
     drafts = []
-    for size in _sizes(problem):
-        borders = equal_times(problem.time(0, size), problem.time)
-        chunking = cut_and_pack(problem.lengths, problem.sequences, borders, size)
-        drafts.append(problem.draft([chunking.ordered()]))
-    _uniform(problem, drafts)
-    return problem.result()
+    for size in _sizes(search):
+        borders = equal_times(search.slice_time(0, size), search.slice_time)
+        chunking = cut_and_pack(search.lengths, search.sequences, borders, size)
+        drafts.append(search.draft([chunking.ordered()]))
+    _uniform(search, drafts)
+    return search.refine_best()
 
 
-def plan_gpipe_tokens(problem: Replica) -> Found:
+def plan_gpipe_tokens(search: ReplicaSearch) -> Found:
     """TeraPipe: slices by its dynamic program, all forwards then all backwards, one recompute setting."""
     drafts = []
-    for size in _sizes(problem):
-        borders = terapipe_borders(problem.time(0, size), problem.time, most_tokens=size)
-        chunking = cut_and_pack(problem.lengths, problem.sequences, borders, size)
-        drafts.append(problem.draft([chunking.ordered()], "gpipe"))
-    _uniform(problem, drafts)
-    return problem.result()
+    for size in _sizes(search):
+        borders = terapipe_borders(search.slice_time(0, size), search.slice_time, most_tokens=size)
+        chunking = cut_and_pack(search.lengths, search.sequences, borders, size)
+        drafts.append(search.draft([chunking.ordered()], "gpipe"))
+    _uniform(search, drafts)
+    return search.refine_best()
 
 
-def plan_chunkflow(problem: Replica) -> Found:
+def plan_chunkflow(search: ReplicaSearch) -> Found:
     """ChunkFlow: fixed-size chunks; of a cut sequence the last ``K`` chunks keep activations, the others run forward again."""
-    layers = np.array(problem.cost.stage_layers, np.int64)[:, None]
-    for size in _sizes(problem):
-        draft = problem.draft([_fixed(problem, size).ordered()])
+    layers = np.array(search.cost.stage_layers, np.int64)[:, None]
+    for size in _sizes(search):
+        draft = search.draft([_fixed(search, size).ordered()])
         from_last = np.array([_place_from_last(chunk, size) for chunk in draft.chunks])
         for kept in sorted({*range(1, int(from_last.max()) + 2)}, reverse=True):
             recompute = np.where(from_last >= kept, 1, 0)[None, :] * layers
-            if _keep(problem, draft, recompute):
+            if _keep(search, draft, recompute):
                 break
         else:
-            _keep(problem, draft, draft.uniform(int(layers.max())))
-    return problem.result()
+            _keep(search, draft, draft.uniform(int(layers.max())))
+    return search.refine_best()
 
 
 def _place_from_last(chunk: Chunk, size: int) -> int:
@@ -82,60 +82,60 @@ def _place_from_last(chunk: Chunk, size: int) -> int:
     return 0 if piece is None else -(-(piece.length - piece.stop) // size)
 
 
-def plan_unbalanced(problem: Replica) -> Found:
+def plan_unbalanced(search: ReplicaSearch) -> Found:
     """``elastic-paper`` without balanced chunking: fixed-size chunks under its recompute."""
-    for size in _sizes(problem):
-        problem.consider(problem.draft([_fixed(problem, size).ordered()]))
-    return problem.result()
+    for size in _sizes(search):
+        search.consider(search.draft([_fixed(search, size).ordered()]))
+    return search.refine_best()
 
 
-def with_recompute(mode: Recompute) -> Callable[[Replica], Found]:
+def with_recompute(mode: Recompute) -> Callable[[ReplicaSearch], Found]:
     """``elastic-paper`` with one recompute setting throughout."""
 
-    def plan(problem: Replica) -> Found:
-        settings = dataclasses.replace(problem.settings, recompute=mode)
-        return plan_paper(dataclasses.replace(problem, settings=settings))
+    def plan(search: ReplicaSearch) -> Found:
+        settings = dataclasses.replace(search.settings, recompute=mode)
+        return plan_paper(dataclasses.replace(search, settings=settings))
 
     return plan
 
 
-def _sizes(problem: Replica) -> list[int]:
-    return chunk_sizes(problem.longest, _largest(problem), problem.settings.max_slices)
+def _sizes(search: ReplicaSearch) -> list[int]:
+    return chunk_sizes(search.longest, _largest(search), search.settings.max_slices)
 
 
-def _largest(problem: Replica) -> int:
+def _largest(search: ReplicaSearch) -> int:
     """The largest fixed size: the token capacity, or the longest sequence without one."""
-    return problem.settings.token_capacity or problem.longest
+    return search.settings.token_capacity or search.longest
 
 
-def _fixed(problem: Replica, size: int) -> Chunking:
-    return cut_and_pack(problem.lengths, problem.sequences, equal_tokens(size), size)
+def _fixed(search: ReplicaSearch, size: int) -> Chunking:
+    return cut_and_pack(search.lengths, search.sequences, equal_tokens(size), size)
 
 
-def _uniform(problem: Replica, drafts: Sequence[Draft]) -> None:
+def _uniform(search: ReplicaSearch, drafts: Sequence[Draft]) -> None:
     """Consider each draft with the fewest recomputed layers per stage, the same for all chunks, that fit."""
-    mode, budget = problem.settings.recompute, problem.settings.memory_budget
+    mode, budget = search.settings.recompute, search.settings.memory_budget
     for draft in drafts:
         if mode != "auto" or budget is None:
-            problem.consider(draft)
+            search.consider(draft)
             continue
-        low, high = 0, max(problem.cost.stage_layers)
+        low, high = 0, max(search.cost.stage_layers)
         while low < high:
             middle = (low + high) // 2
             if max(draft.peaks(draft.uniform(middle))) <= budget:
                 high = middle
             else:
                 low = middle + 1
-        _keep(problem, draft, draft.uniform(low))
+        _keep(search, draft, draft.uniform(low))
 
 
-def _keep(problem: Replica, draft: Draft, recompute: IntArray) -> bool:
+def _keep(search: ReplicaSearch, draft: Draft, recompute: IntArray) -> bool:
     """Consider a draft with a given recompute; ``False`` if it does not fit."""
-    budget = problem.settings.memory_budget
+    budget = search.settings.memory_budget
     peaks = draft.peaks(recompute)
     worst = int(np.argmax(peaks))
     if budget is not None and peaks[worst] > budget:
-        problem.reject(BudgetError(math.ceil(peaks[worst]), budget, worst, ADVICE))
+        search.reject(BudgetError(math.ceil(peaks[worst]), budget, worst, ADVICE))
         return False
-    problem.accept(Found(draft, recompute, draft.makespan(recompute), None))
+    search.accept(Found(draft, recompute, draft.makespan(recompute), None))
     return True

@@ -19,7 +19,7 @@ BUNDLES_PER_CHUNK = 100
 
 
 @dataclass(frozen=True)
-class SequenceTime:
+class SliceTime:
     """Seconds of a slice ``[start, stop)``: ``pair * (stop^2 - start^2) + token * (stop - start)``, and what layers with windows add.
 
     Attributes:
@@ -38,7 +38,7 @@ class SequenceTime:
             seconds += pair * (prefix_pairs(stop, window) - prefix_pairs(start, window))
         return seconds
 
-    def reach(self, seconds: float) -> float:
+    def length_taking(self, seconds: float) -> float:
         """The length whose whole takes ``seconds``: the root of the quadratic that holds there, beyond all windows passed."""
         passed = [window for window, _ in self.windows if self(0, window) < seconds]
         origin = passed[-1] if passed else 0
@@ -52,13 +52,13 @@ class SequenceTime:
         return origin + left / pair / (half + math.sqrt(half * half + left / pair))
 
 
-def balanced_borders(length: int, num_slices: int, time: SequenceTime) -> list[int]:
+def balanced_borders(length: int, num_slices: int, slice_time: SliceTime) -> list[int]:
     """Inner borders, ascending, that cut ``length`` tokens into ``num_slices`` slices of equal time.
 
     Borders are whole tokens; where slices would be empty there are fewer of them.
     """
-    total = time(0, length)
-    borders = {round(time.reach(total * i / num_slices)) for i in range(1, num_slices)}
+    total = slice_time(0, length)
+    borders = {round(slice_time.length_taking(total * i / num_slices)) for i in range(1, num_slices)}
     return sorted(border for border in borders if 0 < border < length)
 
 
@@ -72,9 +72,9 @@ class Bucket:
     wholes: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, piece: Slice, time: SequenceTime) -> Bucket:
+    def of(cls, piece: Slice, slice_time: SliceTime) -> Bucket:
         """A bucket that starts with a slice."""
-        return cls(piece, time(piece.start, piece.stop), piece.num_tokens)
+        return cls(piece, slice_time(piece.start, piece.stop), piece.num_tokens)
 
     def add(self, sequences: Sequence[int], tokens: int, seconds: float) -> None:
         """Put whole sequences in."""
@@ -92,7 +92,7 @@ class TokenOverflowError(ValueError):
 
 
 def _bundles(
-    sequences: Sequence[int], lengths: Sequence[int], time: SequenceTime, target_tokens: int
+    sequences: Sequence[int], lengths: Sequence[int], slice_time: SliceTime, target_tokens: int
 ) -> list[tuple[list[int], int, float]]:
     """Sequences by descending length, with their tokens and seconds; of very many, the tiniest are tied together."""
     order = sorted(sequences, key=lambda i: (-lengths[i], i))
@@ -100,7 +100,7 @@ def _bundles(
     bundles: list[tuple[list[int], int, float]] = []
     for sequence in order:
         length = lengths[sequence]
-        seconds = time(0, length)
+        seconds = slice_time(0, length)
         if bundles and bundles[-1][1] + length <= size:
             members, tokens, total = bundles[-1]
             bundles[-1] = ([*members, sequence], tokens + length, total + seconds)
@@ -113,7 +113,7 @@ def pack(
     buckets: list[Bucket],
     sequences: Sequence[int],
     lengths: Sequence[int],
-    time: SequenceTime,
+    slice_time: SliceTime,
     *,
     target_seconds: float,
     target_tokens: int,
@@ -131,7 +131,7 @@ def pack(
     seconds[:count] = [bucket.seconds for bucket in buckets]
     tokens[:count] = [bucket.tokens for bucket in buckets]
     density = seconds / tokens
-    for members, length, own in _bundles(sequences, lengths, time, target_tokens):
+    for members, length, own in _bundles(sequences, lengths, slice_time, target_tokens):
         roomy = tokens[:count] <= target_tokens - length
         fitting = roomy & (seconds[:count] <= target_seconds - own)
         if fitting.any():
@@ -179,19 +179,19 @@ def balanced_chunking(
     lengths: Sequence[int],
     sequences: Sequence[int],
     num_slices: int,
-    time: SequenceTime,
+    slice_time: SliceTime,
     *,
     token_capacity: int,
 ) -> Chunking:
     """Algorithm 1: cut the longest of ``sequences`` into ``num_slices`` slices of equal time and all others to match.
 
-    The borders of the longest are the mesh at which every sequence longer than the first border is cut; the time of its
+    The borders of the longest are common to all: every sequence longer than the first border is cut at them; the time of its
     slices and the length of its first are the targets to which short sequences are packed, beside tails where they fit.
     Raises ``TokenOverflowError`` if the first slice exceeds ``token_capacity``.
     """
     longest = max(lengths[i] for i in sequences)
-    mesh = balanced_borders(longest, num_slices, time)
-    target_tokens = mesh[0] if mesh else longest
+    common_borders = balanced_borders(longest, num_slices, slice_time)
+    target_tokens = common_borders[0] if common_borders else longest
     if target_tokens > token_capacity:
         raise TokenOverflowError(
             f"{num_slices} slices of the longest sequence, {longest} tokens, start with one of {target_tokens} tokens, "
@@ -204,11 +204,16 @@ def balanced_chunking(
         if length <= target_tokens:
             shorts.append(sequence)
         else:
-            slices = cut(sequence, length, [border for border in mesh if border < length])
-            cuts.append([Bucket.of(piece, time) for piece in slices])
+            slices = cut(sequence, length, [border for border in common_borders if border < length])
+            cuts.append([Bucket.of(piece, slice_time) for piece in slices])
     tails = [buckets[-1] for buckets in cuts]
     packed = pack(
-        tails, shorts, lengths, time, target_seconds=time(0, longest) / num_slices, target_tokens=target_tokens
+        tails,
+        shorts,
+        lengths,
+        slice_time,
+        target_seconds=slice_time(0, longest) / num_slices,
+        target_tokens=target_tokens,
     )
     return _chunking(cuts, packed[len(tails) :], lengths)
 
@@ -217,7 +222,7 @@ def even_chunking(
     lengths: Sequence[int],
     sequences: Sequence[int],
     target_seconds: float,
-    time: SequenceTime,
+    slice_time: SliceTime,
     *,
     token_limit: int,
 ) -> Chunking:
@@ -230,22 +235,27 @@ def even_chunking(
     shorts: list[int] = []
     for sequence in sequences:
         length = lengths[sequence]
-        number = max(1, math.ceil(time(0, length) / target_seconds - 1e-9))
+        number = max(1, math.ceil(slice_time(0, length) / target_seconds - 1e-9))
         if number == 1 and length <= token_limit:
             shorts.append(sequence)
             continue
-        slices = cut(sequence, length, balanced_borders(length, number, time))
+        slices = cut(sequence, length, balanced_borders(length, number, slice_time))
         while slices[0].num_tokens > token_limit:
             number += 1
-            slices = cut(sequence, length, balanced_borders(length, number, time))
-        cuts.append([Bucket.of(piece, time) for piece in slices])
+            slices = cut(sequence, length, balanced_borders(length, number, slice_time))
+        cuts.append([Bucket.of(piece, slice_time) for piece in slices])
     open_buckets = [bucket for buckets in cuts for bucket in buckets]
-    packed = pack(open_buckets, shorts, lengths, time, target_seconds=target_seconds, target_tokens=token_limit)
+    packed = pack(open_buckets, shorts, lengths, slice_time, target_seconds=target_seconds, target_tokens=token_limit)
     return _chunking(cuts, packed[len(open_buckets) :], lengths)
 
 
 def ramp_chunks(
-    lengths: Sequence[int], sequences: Sequence[int], targets: Sequence[float], time: SequenceTime, *, token_limit: int
+    lengths: Sequence[int],
+    sequences: Sequence[int],
+    targets: Sequence[float],
+    slice_time: SliceTime,
+    *,
+    token_limit: int,
 ) -> tuple[list[Chunk], list[int]]:
     """Chunks of whole sequences that take at most each of ``targets`` seconds, and the sequences left over.
 
@@ -257,12 +267,14 @@ def ramp_chunks(
     for target in targets:
         bucket = Bucket()
         while True:
-            fitting = min(time.reach(max(target - bucket.seconds, 0.0)) + 1e-9, token_limit - bucket.tokens)
+            fitting = min(
+                slice_time.length_taking(max(target - bucket.seconds, 0.0)) + 1e-9, token_limit - bucket.tokens
+            )
             place = bisect.bisect_right(sizes, fitting) - 1
             if place < 0:
                 break
             length = sizes.pop(place)
-            bucket.add([left.pop(place)], length, time(0, length))
+            bucket.add([left.pop(place)], length, slice_time(0, length))
         if bucket.wholes:
             chunks.append(bucket.chunk(lengths))
     return chunks, left

@@ -10,7 +10,7 @@ import numpy as np
 
 from infinipipe.cost import CostModel, CostTable
 from infinipipe.plan import Chunk, Pipeline, ReplicaPlan, Slice, build_replica
-from infinipipe.planner.chunking import SequenceTime
+from infinipipe.planner.chunking import SliceTime
 from infinipipe.planner.memory import BudgetError, IntArray, StageMemory, stage_memories
 from infinipipe.planner.recompute import RecomputeProblem, RecomputeSolution, recompute_problem
 from infinipipe.planner.settings import Recompute
@@ -20,7 +20,7 @@ from infinipipe.simulate.engine import Engine
 ADVICE = "allow more slices, use more stages or a lower token capacity"
 
 
-def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
+def fit_slice_time(cost: CostModel, longest: int) -> SliceTime:
     """Seconds of a slice over all stages, forward and backward, without what a chunk costs whatever its size.
 
     Read off three whole chunks, or two where the cost model tells what windows its layers have; it is exact for costs of the
@@ -40,11 +40,11 @@ def sequence_time(cost: CostModel, longest: int) -> SequenceTime:
     pairs = dict(cost.pair_seconds)
     full = pairs.pop(0, 0.0)
     if pairs:
-        by_attention = SequenceTime(full, 0.0, tuple(sorted(pairs.items())))
+        by_attention = SliceTime(full, 0.0, tuple(sorted(pairs.items())))
         token = second - by_attention(n, 2 * n) / n
         return dataclasses.replace(by_attention, token=max(token, 1e-30))
     pair = max((second - first) / (2 * n - 1), 0.0)
-    return SequenceTime(pair, max(first - pair * (n + 1), 1e-30))
+    return SliceTime(pair, max(first - pair * (n + 1), 1e-30))
 
 
 @dataclass(frozen=True)

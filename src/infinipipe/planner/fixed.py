@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from infinipipe.plan import Chunk, Slice, cut
-from infinipipe.planner.chunking import Chunking, SequenceTime, balanced_borders
+from infinipipe.planner.chunking import Chunking, SliceTime, balanced_borders
 
 Borders = Callable[[int], list[int]]
 """Inner borders at which a sequence of a length is cut."""
@@ -46,17 +46,17 @@ def equal_tokens(size: int) -> Borders:
     return lambda length: list(range(size, length, size))
 
 
-def equal_times(target_seconds: float, time: SequenceTime) -> Borders:
+def equal_times(target_seconds: float, slice_time: SliceTime) -> Borders:
     """Cut each sequence into the fewest slices of equal time that take at most ``target_seconds`` each."""
 
     def borders(length: int) -> list[int]:
-        return balanced_borders(length, max(1, -int(-time(0, length) // target_seconds)), time)
+        return balanced_borders(length, max(1, -int(-slice_time(0, length) // target_seconds)), slice_time)
 
     return borders
 
 
 def terapipe_borders(
-    target_seconds: float, time: SequenceTime, *, most_tokens: float = math.inf, cells: int = 128
+    target_seconds: float, slice_time: SliceTime, *, most_tokens: float = math.inf, cells: int = 128
 ) -> Borders:
     """TeraPipe's dynamic program: the cut of least total time whose slices take at most ``target_seconds``.
 
@@ -65,7 +65,7 @@ def terapipe_borders(
     """
 
     def borders(length: int) -> list[int]:
-        if time(0, length) <= target_seconds:
+        if slice_time(0, length) <= target_seconds:
             return []
         count = max(cells, math.ceil(length / most_tokens))
         edges = sorted({round(length * i / count) for i in range(count + 1)})
@@ -73,7 +73,7 @@ def terapipe_borders(
         came_from = [0] * len(edges)
         for stop in range(1, len(edges)):
             for start in range(stop - 1, -1, -1):
-                if start < stop - 1 and time(edges[start], edges[stop]) > target_seconds:
+                if start < stop - 1 and slice_time(edges[start], edges[stop]) > target_seconds:
                     break
                 if fewest[start] + 1 < fewest[stop]:
                     fewest[stop], came_from[stop] = fewest[start] + 1, start

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from infinipipe.planner.chunking import SequenceTime
+from infinipipe.planner.chunking import SliceTime
 
 
-def split_by_time(lengths: Sequence[int], replicas: int, time: SequenceTime) -> list[list[int]]:
+def split_by_time(lengths: Sequence[int], replicas: int, slice_time: SliceTime) -> list[list[int]]:
     """Sequence indices, ascending, of every replica: the longest first, each to the replica with the least time so far.
 
     Replicas may get unequal numbers of sequences, or none.
@@ -18,5 +18,5 @@ def split_by_time(lengths: Sequence[int], replicas: int, time: SequenceTime) -> 
     for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         seconds, replica = heapq.heappop(heap)
         parts[replica].append(sequence)
-        heapq.heappush(heap, (seconds + time(0, lengths[sequence]), replica))
+        heapq.heappush(heap, (seconds + slice_time(0, lengths[sequence]), replica))
     return [sorted(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What all planners share: a replica's problem with its chunkings, limits of a search, and the search over slice numbers."""
+"""What all planners share: the search for one replica's plan with its chunkings, its limits, and the descent over slice counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Chunk, PlanError, ReplicaPlan
-from infinipipe.planner.chunking import Chunking, SequenceTime, balanced_borders, balanced_chunking
-from infinipipe.planner.draft import Draft, sequence_time
+from infinipipe.planner.chunking import Chunking, SliceTime, balanced_borders, balanced_chunking
+from infinipipe.planner.draft import Draft, fit_slice_time
 from infinipipe.planner.memory import BudgetError, IntArray
 from infinipipe.planner.recompute import RecomputeSolution
 from infinipipe.planner.settings import PlannerSettings
@@ -49,21 +49,28 @@ class Limits:
         seconds = math.inf if settings.time_limit is None else settings.time_limit
         return cls(time.monotonic() + seconds, settings.work_limit)
 
-    def spend(self) -> bool:
-        """Take one try; ``False`` if no try or no time is left."""
+    def take_try(self) -> bool:
+        """Use up one of the tries that are left; ``False`` if none, or no time, is left to use."""
+        if self.tries <= 0 or time.monotonic() >= self.end:
+            return False
         self.tries -= 1
-        return self.tries >= 0 and time.monotonic() < self.end
+        return True
 
 
 @dataclass
-class Replica:
-    """The sequences of one replica, what planning them asks for, and the best plan so far.
+class ReplicaSearch:
+    """The search for one replica's plan: its sequences, what planning them asks for, and the best plan so far.
+
+    A planner makes drafts (:meth:`draft`), has each fitted into the budget and judged (:meth:`consider`), and returns the best with
+    its recompute refined (:meth:`refine_best`).
 
     Attributes:
         lengths: tokens of all sequences of the global batch.
         sequences: those of this replica.
         cost, settings: as given to :func:`infinipipe.planner.plan_step`.
         limits: of the search.
+        best: the fastest plan so far.
+        slice_time: seconds of a slice of any sequence, all stages together.
     """
 
     lengths: Sequence[int]
@@ -76,10 +83,10 @@ class Replica:
     _chunkings: dict[int, Chunking] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.time: SequenceTime = sequence_time(self.cost, self.longest)
+        self.slice_time: SliceTime = fit_slice_time(self.cost, self.longest)
 
-    def afresh(self) -> Replica:
-        """The same problem without a plan yet and with all its tries; time runs on and chunkings are shared."""
+    def afresh(self) -> ReplicaSearch:
+        """A search of the same replica without a plan yet and with all its tries; time runs on and chunkings are shared."""
         limits = Limits(self.limits.end, self.settings.work_limit)
         return dataclasses.replace(self, limits=limits, best=None, _nearest=None)
 
@@ -101,18 +108,18 @@ class Replica:
         """Algorithm 1 with a usable ``num_slices``."""
         if num_slices not in self._chunkings:
             self._chunkings[num_slices] = balanced_chunking(
-                self.lengths, self.sequences, num_slices, self.time, token_capacity=self.capacity
+                self.lengths, self.sequences, num_slices, self.slice_time, token_capacity=self.capacity
             )
         return self._chunkings[num_slices]
 
-    def slice_numbers(self, *, most_chunks: float = MOST_CHUNKS) -> list[int]:
+    def slice_counts(self, *, most_chunks: float = MOST_CHUNKS) -> list[int]:
         """The ``K`` to try, ascending: the given one, or about six for every doubling that make about ``most_chunks`` at most.
 
         Raises ``PlanError`` if none will do.
         """
         settings = self.settings
         numbers = [settings.num_slices] if settings.num_slices is not None else _spread(settings.max_slices)
-        longest = sum(self.time(0, self.lengths[i]) for i in self.sequences) / self.time(0, self.longest)
+        longest = sum(self.slice_time(0, self.lengths[i]) for i in self.sequences) / self.slice_time(0, self.longest)
         usable: list[int] = []
         for number in numbers:
             if (number * longest <= most_chunks or not usable) and self._first_slice(number) <= self.capacity:
@@ -127,7 +134,7 @@ class Replica:
 
     def _first_slice(self, num_slices: int) -> int:
         """Tokens of the longest sequence's first slice, the token target of Algorithm 1."""
-        return (balanced_borders(self.longest, num_slices, self.time) or [self.longest])[0]
+        return (balanced_borders(self.longest, num_slices, self.slice_time) or [self.longest])[0]
 
     def draft(
         self, pipelines: Sequence[Sequence[Chunk]], schedule: str | None = None, warmup: tuple[int, ...] | None = None
@@ -162,23 +169,24 @@ class Replica:
         if self._nearest is None or error.required < self._nearest.required:
             self._nearest = error
 
-    def take_over(self, other: Replica) -> None:
-        """Keep what another search of the same problem has found, if it is better."""
+    def take_over(self, other: ReplicaSearch) -> None:
+        """Keep what another search of the same replica has found, if it is better."""
         try:
-            self.accept(other.result())
+            self.accept(other.refine_best())
         except BudgetError as error:
             self.reject(error)
 
-    def result(self) -> Found:
-        """The best plan, its recompute improved. Raises ``BudgetError`` with the least memory that any draft needed."""
+    def refine_best(self) -> Found:
+        """Improve the recompute of the best plan by the integer program where it may be far from the optimum, and return that plan.
+
+        Raises ``BudgetError``, with the least memory that any draft needed, if none fits, and ``PlanError`` if none was considered.
+        """
         if self.best is None:
-            assert self._nearest is not None, "a search considers at least one draft"
-            raise self._nearest
+            raise self._nearest or PlanError("the search has considered no draft, so that there is no plan to return")
         self._close_gap(self.best)
         return self.best
 
     def _close_gap(self, found: Found) -> None:
-        """Try the integer program on a plan whose recompute may be far from the best."""
         budget = self.settings.memory_budget
         if found.solution is None or budget is None:
             return
@@ -212,7 +220,10 @@ def descend(numbers: Sequence[Scale], seconds: Callable[[Scale], float], limits:
     tried: dict[int, float] = {}
 
     def attempt(index: int) -> None:
-        if 0 <= index < len(numbers) and index not in tried and (limits.spend() or not tried):
+        if not 0 <= index < len(numbers) or index in tried:
+            return
+        is_allowed = limits.take_try()
+        if is_allowed or not tried:
             tried[index] = seconds(numbers[index])
 
     for index in range(len(numbers) - 1, -1, -3):

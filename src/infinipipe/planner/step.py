@@ -18,15 +18,15 @@ from infinipipe.planner.baselines import (
     plan_unbalanced,
     with_recompute,
 )
-from infinipipe.planner.draft import sequence_time
+from infinipipe.planner.draft import fit_slice_time
 from infinipipe.planner.elastic import plan_elastic
 from infinipipe.planner.memory import BudgetError, check
 from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.replicas import split_by_time
-from infinipipe.planner.search import Found, Limits, Replica
+from infinipipe.planner.search import Found, Limits, ReplicaSearch
 from infinipipe.planner.settings import PlannerSettings
 
-Planner = Callable[[Replica], Found]
+Planner = Callable[[ReplicaSearch], Found]
 """Plans the sequences of one replica. Raises ``BudgetError`` if nothing fits."""
 
 PLANNERS: dict[str, Planner] = {
@@ -50,7 +50,7 @@ def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostMod
     """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`."""
     if settings.planner not in PLANNERS:
         raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
-    return PLANNERS[settings.planner](Replica(lengths, sequences, cost, settings, Limits.of(settings)))
+    return PLANNERS[settings.planner](ReplicaSearch(lengths, sequences, cost, settings, Limits.of(settings)))
 
 
 def plan_step(
@@ -71,7 +71,7 @@ def plan_step(
     if max(lengths) > MOST_TOKENS:
         raise PlanError(f"a sequence has more than {MOST_TOKENS} tokens, the most that can be planned")
     began = time.perf_counter()
-    parts = split_by_time(lengths, settings.replicas, sequence_time(cost, max(lengths)))
+    parts = split_by_time(lengths, settings.replicas, fit_slice_time(cost, max(lengths)))
     jobs = [(index, lengths, part, cost, settings) for index, part in enumerate(parts)]
     if processes > 1 and len(jobs) > 1:
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
