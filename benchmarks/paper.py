@@ -34,7 +34,7 @@ from resident import resident_preset
 
 from infinipipe.cost import AnalyticCost
 from infinipipe.cost.presets import MODELS, preset
-from infinipipe.planner import PLANNERS, PlannerSettings
+from infinipipe.planner import PlannerSettings, planner_names
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.lengths import read_lengths
 from infinipipe.timeline.figure import Box, Figure, Label, Lines, Shape
@@ -134,7 +134,7 @@ def study(
             seconds = mean(run[name].seconds for run in runs)
             line = f"{cell!s:15} {name:22}"
             if math.isnan(seconds):
-                print(f"{line} no plan: {next(run[name].problem for run in runs if run[name].problem)}", flush=True)
+                print(f"{line} no plan: {next(run[name].refusal for run in runs if run[name].refusal)}", flush=True)
                 continue
             line += f" {seconds:8.2f} s {ratio(runs, name, 'elastic'):6.3f} of elastic"
             if name not in UNPIPED:
@@ -277,7 +277,7 @@ def main() -> None:
     corpus = None if options.lengths is None else read_lengths(options.lengths)
     results = study(
         cells(quick=options.quick),
-        MAIN if options.quick else (*PLANNERS, *UNPIPED),
+        MAIN if options.quick else (*planner_names(), *UNPIPED),
         options.seeds or (1 if options.quick else 3),
         corpus,
         1.0 if options.quick else None,

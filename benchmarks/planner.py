@@ -40,7 +40,7 @@ from infinipipe.cost import (
 )
 from infinipipe.cost.presets import MODELS, preset
 from infinipipe.plan.ahead import forwards_ahead
-from infinipipe.planner import PLANNERS, PlannerSettings, plan_replica, plan_step
+from infinipipe.planner import PlannerSettings, plan_replica, plan_step, planner_names
 from infinipipe.planner.chunking import balanced_chunking
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.draft import Draft, fit_slice_time
@@ -176,8 +176,8 @@ def compare_planners(planners: Sequence[str], *, quick: bool, seeds: int) -> dic
         head = f"{cell.kind:10} {cell.model:3} {cell.stages} stages {cell.sequences} x {cell.context // 1000}K {cell.corpus:9}"
         for name in names:
             own = [result[name] for result in results]
-            if any(outcome.problem for outcome in own):
-                print(f"{head} {name:21} {own[0].problem or own[-1].problem}")
+            if any(outcome.refusal for outcome in own):
+                print(f"{head} {name:21} {own[0].refusal or own[-1].refusal}")
                 continue
             parts = f"bubble {mean(o.bubble for o in own):6.1%}, recompute {mean(o.recompute for o in own):6.1%}, "
             parts += f"fixed {mean(o.fixed for o in own):6.1%}, {mean(o.chunks for o in own):5.0f} chunks, "
@@ -404,13 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cells and planners, under 50 seconds")
     parser.add_argument("--seeds", type=int, default=1, help="batches per cell (1)")
     parser.add_argument("--random", type=int, help="random inputs of elastic against elastic-paper (30, else 1000)")
-    parser.add_argument("--planners", nargs="+", choices=(*PLANNERS, *UNPIPED), help="planners beside the main ones")
+    parser.add_argument(
+        "--planners", nargs="+", choices=(*planner_names(), *UNPIPED), help="planners beside the main ones"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run (everything)")
     options = parser.parse_args(arguments)
     quick = options.quick
     figures: dict[str, object] = {}
     if "planners" in options.parts:
-        chosen = options.planners or ([] if quick else [*PLANNERS, *UNPIPED])
+        chosen = options.planners or ([] if quick else [*planner_names(), *UNPIPED])
         figures |= compare_planners(list(dict.fromkeys([*MAIN, *chosen])), quick=quick, seeds=options.seeds)
         resident = figures["resident"]
         assert isinstance(resident, dict)

@@ -118,7 +118,7 @@ def test_shape_from_a_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "message"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number of at least 1"),
         ({"num_hidden_layers": -4}, "num_hidden_layers is -4; it must be"),
@@ -135,7 +135,7 @@ def test_shape_from_a_configuration() -> None:
         ({"sliding_window": 8, "layer_types": "full_attention"}, "layer_types is no list of 2 types"),
     ],
 )
-def test_an_impossible_configuration_is_refused_by_field(changes: dict[str, Any], problem: str) -> None:
+def test_an_impossible_configuration_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
     config = {
         "num_hidden_layers": 2,
         "hidden_size": 32,
@@ -143,7 +143,7 @@ def test_an_impossible_configuration_is_refused_by_field(changes: dict[str, Any]
         "num_attention_heads": 4,
         "vocab_size": 100,
     }
-    with pytest.raises(CostError, match=f"the model configuration's {problem}"):
+    with pytest.raises(CostError, match=f"the model configuration's {message}"):
         ModelShape.from_config(config | changes)
 
 

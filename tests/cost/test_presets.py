@@ -39,7 +39,7 @@ def test_cost_files_come_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "message"),
     [
         (('"version": 1', '"version": 9'), "not of version 1"),
         (('"pair"', '"pears"'), "unknown field 'pears'"),
@@ -65,13 +65,13 @@ def test_cost_files_come_back_equal(tmp_path: Path) -> None:
         (('"layers": 32', '"layers": 31'), r"cost.json: shape.layers is 31, but stage_layers \[16, 16\] add up to 32"),
     ],
 )
-def test_broken_cost_files_are_named(tmp_path: Path, change: tuple[str, str], problem: str) -> None:
+def test_broken_cost_files_are_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "cost.json"
     save_cost(preset("7b-a100", 2), path)
     broken = path.read_text().replace(*change, 1)
     assert broken != path.read_text()
     path.write_text(broken)
-    with pytest.raises(CostError, match=problem) as caught:
+    with pytest.raises(CostError, match=message) as caught:
         load_cost(path)
     assert "cost.json" in str(caught.value)
 

@@ -131,7 +131,7 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "message"),
     [
         ({"vocab_size": 1e5}, "'vocab_size'.* expected int, got float"),
         ({"hidden_size": "wide"}, "hidden_size"),
@@ -142,12 +142,12 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_in_one_line(
-    tmp_path: Path, changes: dict[str, Any], problem: str
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LlamaConfig(num_hidden_layers=3).to_dict() | changes))
     with pytest.raises(
-        ValueError, match=f"config.json holds no usable Hugging Face configuration: .*{problem}"
+        ValueError, match=f"config.json holds no usable Hugging Face configuration: .*{message}"
     ) as caught:
         load_config(path)
     assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ from infinipipe.runtime import MemoryMeter
 TOKENS, HIDDEN, VOCAB = 37, 8, 50
 
 
-def problem(mask: str, *, bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor]:
+def loss_inputs(mask: str, *, bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor]:
     torch.manual_seed(0)
     head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=torch.float64)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -28,7 +28,7 @@ def problem(mask: str, *, bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor
 @pytest.mark.parametrize("block", [1, 8, 37, 100])
 @pytest.mark.parametrize("mask", ["none", "some", "block", "all"])
 def test_blocks_equal_cross_entropy(mask: str, block: int, bias: bool) -> None:
-    hidden, head, labels = problem(mask, bias=bias)
+    hidden, head, labels = loss_inputs(mask, bias=bias)
     parameters = list(head.parameters())
     expected = nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORE, reduction="sum")
     reference = torch.autograd.grad(expected * 0.25, [hidden, *parameters])
@@ -46,7 +46,7 @@ def test_blocks_equal_cross_entropy(mask: str, block: int, bias: bool) -> None:
 
 
 def test_without_gradients_nothing_is_kept() -> None:
-    hidden, head, labels = problem("some")
+    hidden, head, labels = loss_inputs("some")
     with torch.no_grad():
         loss = block_loss(hidden, head, labels, scale=1.0, block_tokens=8, gradient_of=None)
     expected = nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORE, reduction="sum")

@@ -111,20 +111,32 @@ def test_a_users_schedule_comes_from_a_file(tmp_path: Path) -> None:
     assert words(replica.actions[0]) == "F0 B0 F1 B1"
 
 
+def test_a_schedule_that_is_not_known_is_named() -> None:
+    with pytest.raises(PlanError, match="there is no schedule '2f2b'; use one of 1f1b, gpipe, interleaved"):
+        build_replica([], 1, schedule="2f2b")
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("body", "message"),
     [
-        ("2f2b", "there is no schedule '2f2b'; use one of 1f1b, gpipe, interleaved"),
-        ("absent.py:f", "cannot load the schedule file"),
-        ("{tmp}/broken.py:f", "fails when loaded: ZeroDivisionError"),
-        ("{tmp}/empty.py:f", "has no function 'f'"),
+        ("return None", "must return one list of actions, such as .*, for each of the 2 stages"),
+        ("return [[Forward(0), Backward(0)]]", "must return one list of actions"),
+        ("return [['F0', 'B0']] * 2", "must return one list of actions"),
+        ("return [[Forward(0)]] * 2", "cannot run: stage 0 never runs chunk 0 backward"),
+        ("return [[Backward(0), Forward(0)]] * 2", "cannot run: stage 0, action B0"),
+        ("return [[Forward(0), Backward(0), Backward(-1)]] * 2", "cannot run: stage 0, action B-1"),
+        ("return [[Forward(7), Backward(7)]] * 2", "cannot run: stage 0, action F7: there are 1 chunks"),
+        ("return 1 / (placement.num_stages - 2)", "mine.py:order fails at line 3: ZeroDivisionError"),
     ],
 )
-def test_a_schedule_that_cannot_be_had_is_named(name: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    (tmp_path / "empty.py").write_text("")
-    with pytest.raises(PlanError, match=message):
-        build_replica([], 1, schedule=name.format(tmp=tmp_path))
+def test_a_schedule_that_goes_wrong_is_named(body: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from infinipipe.plan import Backward, Forward\ndef order(pipelines, placement, warmup):\n    {body}\n"
+    )
+    with pytest.raises(PlanError, match=message) as caught:
+        build_replica([Pipeline((Chunk(whole((5,), [0])),))], 2, schedule=f"{path}:order")
+    assert f"{path}:order" in str(caught.value)
 
 
 def test_warmup_must_name_every_stage() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.plan import Chunk
+from infinipipe.planner.baselines.cutting import cut_and_pack, equal_tokens, terapipe_borders
 from infinipipe.planner.chunking import (
     Bucket,
     Chunking,
@@ -17,7 +18,6 @@ from infinipipe.planner.chunking import (
     even_chunking,
     pack,
 )
-from infinipipe.planner.fixed import cut_and_pack, equal_tokens, terapipe_borders
 
 TIME = SliceTime(1 / 2000, 1.0)
 

@@ -119,7 +119,7 @@ def test_errors_are_in_words(lengths_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("arguments", "message"),
     [
         (["--memory_budget", "1e300"], "memory_budget is 1e"),
         (["--num_slices", "1000000000"], "num_slices is 1000000000; it must be at most"),
@@ -132,8 +132,8 @@ def test_errors_are_in_words(lengths_file: Path) -> None:
         (["--max_slices", "2", "--output", "missing/plan.json"], "cannot write 'missing/plan.json': No such file"),
     ],
 )
-def test_impossible_options_are_errors_in_words(lengths_file: Path, arguments: list[str], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+def test_impossible_options_are_errors_in_words(lengths_file: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         run([str(lengths_file), "7b-a100", *arguments])
 
 
@@ -164,9 +164,9 @@ def test_lengths_come_from_many_files(tmp_path: Path) -> None:
     assert read_lengths(tmp_path / "lengths.npy") == [5, 6]
     (tmp_path / "lengths.json").write_text("[1, 2]")
     assert read_lengths(tmp_path / "lengths.json") == [1, 2]
-    for content, problem in (("1\nx\n", "line 2: 'x'"), ("0\n", "at least 1"), ("", "at least one length")):
+    for content, message in (("1\nx\n", "line 2: 'x'"), ("0\n", "at least 1"), ("", "at least one length")):
         (tmp_path / "bad.txt").write_text(content)
-        with pytest.raises(PlanError, match=problem):
+        with pytest.raises(PlanError, match=message):
             read_lengths(tmp_path / "bad.txt")
     for missing in (tmp_path / "none.txt", tmp_path):
         with pytest.raises(PlanError, match="cannot read lengths"):

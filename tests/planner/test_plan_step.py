@@ -33,18 +33,18 @@ def test_a_valid_plan_within_the_budget_or_a_clear_error(
 ) -> None:
     cost = cost_of(*stages)
     wanted = PlannerSettings(memory_budget=budget, token_capacity=capacity, replicas=replicas, max_slices=8)
-    problem: PlanError | None = None
+    refusal: PlanError | None = None
     try:
         plan = plan_step(lengths, cost, wanted)
     except PlanError as error:
-        problem = error
-    if isinstance(problem, BudgetError):
+        refusal = error
+    if isinstance(refusal, BudgetError):
         assert budget is not None
-        assert problem.required > budget
-        assert 0 <= problem.stage < len(stages)
+        assert refusal.required > budget
+        assert 0 <= refusal.stage < len(stages)
         return
-    if problem is not None:
-        assert "token_capacity" in str(problem)
+    if refusal is not None:
+        assert "token_capacity" in str(refusal)
         assert capacity is not None
         assert max(lengths) > capacity
         return

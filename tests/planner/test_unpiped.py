@@ -6,7 +6,7 @@ import pytest
 
 from infinipipe.cost import AnalyticCost, Link, preset
 from infinipipe.plan import PlanError
-from infinipipe.planner.unpiped import Cluster, flexsp, ulysses_zero3
+from infinipipe.planner.baselines.unpiped import Cluster, flexsp, ulysses_zero3
 
 BANDWIDTHS = {2: 154e9, 8: 121e9, 16: 8.7e9}
 

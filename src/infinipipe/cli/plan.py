@@ -45,7 +45,7 @@ class PlanOptions:
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
         context: longest sequence; longer ones are clipped to it.
-        planner: name of the planner.
+        planner: name of the planner or path/to/file.py:function.
         memory_budget: GiB of each device for everything; unlimited if not given.
         token_capacity: most tokens of a chunk.
         max_slices: most slices of the longest sequence.
@@ -98,7 +98,8 @@ class PlanOptions:
         if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
             raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
         read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
-        require_not_input(self.output, (*read, self.schedule.rpartition(":")[0] or None))
+        files = (name.rpartition(":")[0] or None for name in (self.planner, self.schedule))
+        require_not_input(self.output, (*read, *files))
 
     @property
     def placed(self) -> Placement:
@@ -251,8 +252,8 @@ def print_comparison(console: Console, outcomes: Sequence[Outcome]) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("planner", "step", "/ideal", "bubble", "recomp.", "fixed", "chunks", "gap", "planned"):
         table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
-    for outcome in sorted(outcomes, key=lambda o: (bool(o.problem), o.seconds)):
-        if outcome.problem:
+    for outcome in sorted(outcomes, key=lambda o: (bool(o.refusal), o.seconds)):
+        if outcome.refusal:
             table.add_row(outcome.planner, "-")
             continue
         shares = [outcome.bubble, outcome.recompute, outcome.fixed, outcome.gap]
@@ -262,8 +263,8 @@ def print_comparison(console: Console, outcomes: Sequence[Outcome]) -> None:
         table.add_row(outcome.planner, *row, f"{outcome.planning_seconds:.2f} s")
     console.print(table)
     for outcome in outcomes:
-        if outcome.problem:
-            console.print(f"{outcome.planner}: {outcome.problem}")
+        if outcome.refusal:
+            console.print(f"{outcome.planner}: {outcome.refusal}")
     console.print(
         "shares are of the ideal step; gap is the recompute solver's to its bound; "
         f"{' and '.join(UNPIPED)} have no pipeline and no plan"

@@ -185,8 +185,8 @@ class AnalyticCost:
             raise CostError(f"stage_layers is {list(self.stage_layers)}; it needs one entry >= 0 for every stage")
         if not self.placement.parts:
             object.__setattr__(self, "placement", Placement.plain(len(self.stage_layers)))
-        if (problem := self.placement.problem()) is not None:
-            raise CostError(problem)
+        if (fault := self.placement.fault()) is not None:
+            raise CostError(fault)
         if self.placement.num_parts != len(self.stage_layers):
             raise CostError(
                 f"the placement names {self.placement.num_parts} parts, but stage_layers has {len(self.stage_layers)} entries"

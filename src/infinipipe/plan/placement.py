@@ -59,7 +59,7 @@ class Placement:
     def is_plain(self) -> bool:
         return self.parts == tuple((stage,) for stage in range(self.num_stages))
 
-    def problem(self) -> str | None:
+    def fault(self) -> str | None:
         """Why this is no placement, if so: every part lies on one stage, and a stage lists its parts in order."""
         if not self.parts:
             return "the placement names no stage"

@@ -6,10 +6,9 @@ Python file as ``path/to/file.py:function``.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from infinipipe.plan.loading import load_function
 from infinipipe.plan.placement import Placement
 from infinipipe.plan.types import (
     Action,
@@ -22,6 +21,7 @@ from infinipipe.plan.types import (
     ReplicaPlan,
     num_splits,
 )
+from infinipipe.plan.validate import check_actions
 
 Schedule = Callable[[Sequence[Sequence[Chunk]], Placement, Sequence[int] | None], Sequence[Sequence[Action]]]
 """``schedule(pipelines, placement, warmup)`` returns a list of actions for every stage.
@@ -48,22 +48,31 @@ def get_schedule(name: str) -> Schedule:
     """The schedule of that name, or the function that ``path/to/file.py:function`` names. Raises ``PlanError``."""
     if name in _SCHEDULES:
         return _SCHEDULES[name]
-    path, colon, function = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(sorted(_SCHEDULES))
         raise PlanError(f"there is no schedule {name!r}; use one of {known}, or path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise PlanError(f"cannot load the schedule file {path!r}; it must be a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise PlanError(f"the schedule file {path!r} fails when loaded: {type(error).__name__}: {error}") from error
-    schedule = getattr(module, function, None)
-    if not callable(schedule):
-        raise PlanError(f"the schedule file {path!r} has no function {function!r}")
-    return schedule
+    return _checked(load_function(name, "schedule"), name)
+
+
+def _checked(schedule: Schedule, name: str) -> Schedule:
+    """A schedule that raises ``PlanError`` if it returns no action lists."""
+
+    def checked(
+        pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
+    ) -> Sequence[Sequence[Action]]:
+        lists = schedule(pipelines, placement, warmup)
+        try:
+            good = len(lists) == placement.num_stages and all(isinstance(a, Action) for row in lists for a in row)
+        except TypeError:
+            good = False
+        if not good:
+            raise PlanError(
+                f"the schedule {name} must return one list of actions, such as [Forward(0), Backward(0)], for each of the "
+                f"{placement.num_stages} stages"
+            )
+        return lists
+
+    return checked
 
 
 def backward_order(chunks: Sequence[Chunk]) -> list[int]:
@@ -144,7 +153,8 @@ def build_replica(
 ) -> ReplicaPlan:
     """Schedule ``pipelines`` over ``stages``, their number or which parts of the model each has.
 
-    ``recompute[part][chunk]`` is 0 throughout if not given. Raises ``PlanError``.
+    ``recompute[part][chunk]`` is 0 throughout if not given. Raises ``PlanError``, also for a schedule from a user's file whose action
+    lists cannot run.
     """
     placement = Placement.plain(stages) if isinstance(stages, int) else stages
     if warmup is not None and len(warmup) != placement.num_stages:
@@ -154,4 +164,10 @@ def build_replica(
     actions: ActionLists = tuple(tuple(actions) for actions in lists)
     if recompute is None:
         recompute = [[0] * num_chunks for _ in range(placement.num_parts)]
-    return ReplicaPlan(tuple(pipelines), actions, tuple(tuple(row) for row in recompute), placement)
+    replica = ReplicaPlan(tuple(pipelines), actions, tuple(tuple(row) for row in recompute), placement)
+    if schedule not in _SCHEDULES:
+        try:
+            check_actions(replica)
+        except PlanError as error:
+            raise PlanError(f"what the schedule {schedule} returns cannot run: {error}") from None
+    return replica

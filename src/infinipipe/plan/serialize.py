@@ -82,8 +82,8 @@ def _placement(data: Mapping[str, Any]) -> Placement:
         return ONE_EACH
     rows = _list(data["placement"], "placement")
     placement = Placement(tuple(_integers(row, f"placement[{i}]") for i, row in enumerate(rows)))
-    if (problem := placement.problem()) is not None:
-        raise PlanError(problem)
+    if (fault := placement.fault()) is not None:
+        raise PlanError(fault)
     return placement
 
 

@@ -41,8 +41,8 @@ def _unit(plan: Plan) -> str:
 
 def _check_placement(plan: Plan) -> None:
     placement = plan.placement
-    if (problem := placement.problem()) is not None:
-        raise PlanError(problem)
+    if (fault := placement.fault()) is not None:
+        raise PlanError(fault)
     if placement.num_parts != len(plan.stage_layers):
         raise PlanError(
             f"there are action lists for {placement.num_stages} stages, but the plan has {len(plan.stage_layers)}"
@@ -76,9 +76,9 @@ def _check_coverage(plan: Plan) -> None:
                         f"sequence {sequence} is in replicas {home[sequence]} and {index}; it must stay in one"
                     )
                 if piece.start != reached[sequence]:
-                    problem = "overlaps" if piece.start < reached[sequence] else "leaves a gap after"
+                    fault = "overlaps" if piece.start < reached[sequence] else "leaves a gap after"
                     raise PlanError(
-                        f"chunk {number}: {piece} {problem} its earlier slices, which end at {reached[sequence]}"
+                        f"chunk {number}: {piece} {fault} its earlier slices, which end at {reached[sequence]}"
                     )
                 reached[sequence] = piece.stop
     for sequence, (end, length) in enumerate(zip(reached, plan.lengths, strict=True)):
@@ -116,6 +116,11 @@ def _check_replica(replica: ReplicaPlan, plan: Plan) -> None:
                 raise PlanError(
                     f"{unit} {part} recomputes {layers} layers of chunk {chunk}, but it has {plan.stage_layers[part]} layers"
                 )
+    check_actions(replica)
+
+
+def check_actions(replica: ReplicaPlan) -> None:
+    """Prove that the action lists compute all chunks, in an order that runs. Raises ``PlanError`` at the first broken rule."""
     program = replica.program
     parts = program.part.tolist()
     for stage, actions in enumerate(replica.actions):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from infinipipe.cost import AnalyticCost
 from infinipipe.cost.presets import CALIBRATIONS
 from infinipipe.plan import PlanError
+from infinipipe.planner.baselines.unpiped import Cluster, flexsp, ulysses_zero3
+from infinipipe.planner.registry import planner_names
 from infinipipe.planner.search import Found
 from infinipipe.planner.settings import PlannerSettings
-from infinipipe.planner.step import PLANNERS, plan_replica
-from infinipipe.planner.unpiped import Cluster, flexsp, ulysses_zero3
+from infinipipe.planner.step import plan_replica
 
 UNPIPED = {"ulysses-zero3": ulysses_zero3, "flexsp": flexsp}
 
@@ -37,7 +38,7 @@ class Outcome:
         chunks: their number.
         gap: of the recompute solver against its bound.
         planning_seconds: processor seconds that planning took.
-        problem: why there is no plan; all figures are NaN then.
+        refusal: why there is no plan; all figures are NaN then.
     """
 
     planner: str
@@ -49,21 +50,21 @@ class Outcome:
     chunks: int = 0
     gap: float = math.nan
     planning_seconds: float = math.nan
-    problem: str = ""
+    refusal: str = ""
 
 
 def compare(
     lengths: Sequence[int],
     cost: AnalyticCost,
     settings: PlannerSettings,
-    planners: Iterable[str] = (*PLANNERS, *UNPIPED),
+    planners: Iterable[str] | None = None,
     *,
     context: int | None = None,
 ) -> list[Outcome]:
-    """Run ``planners`` on one replica's batch. The ideal packs chunks to ``settings.token_capacity``, else to ``context``."""
+    """Run ``planners``, all if not given, on one replica's batch. The ideal packs chunks to ``settings.token_capacity``, else to ``context``."""
     ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
     outcomes = []
-    for name in planners:
+    for name in (*planner_names(), *UNPIPED) if planners is None else planners:
         began = time.process_time()
         try:
             if name in UNPIPED:
@@ -72,7 +73,7 @@ def compare(
                 continue
             found = plan_replica(lengths, range(len(lengths)), cost, dataclasses.replace(settings, planner=name))
         except PlanError as error:
-            outcomes.append(Outcome(name, problem=str(error)))
+            outcomes.append(Outcome(name, refusal=str(error)))
             continue
         outcomes.append(_outcome(name, found, cost, ideal, lengths, time.process_time() - began))
     return outcomes

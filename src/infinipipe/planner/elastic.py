@@ -17,6 +17,7 @@ from infinipipe.plan.ahead import forwards_ahead
 from infinipipe.planner.chunking import TokenOverflowError, balanced_chunking, even_chunking, ramp_chunks
 from infinipipe.planner.draft import Draft
 from infinipipe.planner.paper import search_paper
+from infinipipe.planner.registry import register_planner
 from infinipipe.planner.search import Found, ReplicaSearch, descend
 
 # What to try. These were picked by hand and never swept: more of anything finds better plans and takes longer. What a change of one
@@ -213,6 +214,7 @@ class ElasticSearch:
         return (*rising, *middle.ordered(), *reversed(falling))
 
 
+@register_planner("elastic")
 def plan_elastic(search: ReplicaSearch) -> Found:
     """Search over :class:`Choice`; never slower than ``elastic-paper``, whose plan is one of those compared."""
     return ElasticSearch(search).run()

@@ -9,6 +9,7 @@ from infinipipe.plan import Chunk
 from infinipipe.planner.chunking import Chunking
 from infinipipe.planner.grouping import group, merge_small
 from infinipipe.planner.recompute import aggregated_bound
+from infinipipe.planner.registry import register_planner
 from infinipipe.planner.search import Found, ReplicaSearch, descend
 
 MOST_CLASSES = 8
@@ -17,6 +18,7 @@ GROUPED = 2
 """How many of the best slice numbers are tried with several pipelines."""
 
 
+@register_planner("elastic-paper")
 def plan_paper(search: ReplicaSearch) -> Found:
     """Algorithm 1 for several ``K``, grouped into 1F1B pipelines (Eq. 14), with stage-aware recompute (Eq. 16)."""
     search_paper(search)

@@ -141,8 +141,10 @@ class ReplicaSearch:
     ) -> Draft:
         """Pipelines of chunks under the settings' schedule; if that is ``auto``, under the given one, or 1F1B.
 
-        1F1B over several parts on each stage is ``interleaved``.
+        1F1B over several parts on each stage is ``interleaved``. Raises ``PlanError`` if there are no chunks.
         """
+        if not any(pipelines):
+            raise PlanError("a draft needs at least one chunk")
         if self.settings.schedule != "auto":
             schedule, warmup = self.settings.schedule, None
         default = "interleaved" if self.has_parts else "1f1b"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from infinipipe.plan import PlanError
+from infinipipe.plan import PlanError, get_schedule
+from infinipipe.planner.registry import get_planner
 
 MOST_SLICES = 2**16
 """More slices than this take longer to plan than they can ever be worth."""
@@ -17,7 +18,7 @@ class PlannerSettings:
     """How to plan a step.
 
     Attributes:
-        planner: name of the planner, see ``infinipipe.planner.PLANNERS``.
+        planner: name of the planner, or ``path/to/file.py:function``; see :mod:`infinipipe.planner.registry`.
         memory_budget: bytes of each device that a plan may use, model states included; unlimited if not given.
         token_capacity: most tokens of a chunk; unlimited if not given.
         max_slices: most slices into which the longest sequence is cut.
@@ -27,6 +28,8 @@ class PlannerSettings:
         replicas: data-parallel replicas.
         time_limit: seconds after which the search returns its best plan so far; unlimited if not given.
         work_limit: most plans that the search tries for a replica; with it alone, equal inputs give equal plans.
+
+    Raises ``PlanError`` for a value that cannot be, also for a planner or schedule that is not there or cannot be loaded.
     """
 
     planner: str = "elastic"
@@ -41,6 +44,9 @@ class PlannerSettings:
     work_limit: int = 64
 
     def __post_init__(self) -> None:
+        get_planner(self.planner)
+        if self.schedule != "auto":
+            get_schedule(self.schedule)
         for name in ("max_slices", "num_slices"):
             value = getattr(self, name)
             if value is not None and value > MOST_SLICES:

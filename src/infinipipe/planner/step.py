@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan, build_replica
-from infinipipe.planner.baselines import (
-    plan_chunkflow,
-    plan_fixed_chunk,
-    plan_gpipe_tokens,
-    plan_packed,
-    plan_seq1f1b,
-    plan_unbalanced,
-    with_recompute,
-)
 from infinipipe.planner.draft import fit_slice_time
-from infinipipe.planner.elastic import plan_elastic
 from infinipipe.planner.memory import BudgetError, check
-from infinipipe.planner.paper import plan_paper
+from infinipipe.planner.registry import get_planner
 from infinipipe.planner.replicas import split_by_time
 from infinipipe.planner.search import Found, Limits, ReplicaSearch
 from infinipipe.planner.settings import PlannerSettings
-
-Planner = Callable[[ReplicaSearch], Found]
-"""Plans the sequences of one replica. Raises ``BudgetError`` if nothing fits."""
-
-PLANNERS: dict[str, Planner] = {
-    "elastic": plan_elastic,
-    "elastic-paper": plan_paper,
-    "fixed-chunk": plan_fixed_chunk,
-    "packed-1f1b": plan_packed,
-    "seq1f1b": plan_seq1f1b,
-    "gpipe-tokens": plan_gpipe_tokens,
-    "chunkflow": plan_chunkflow,
-    "paper-unbalanced": plan_unbalanced,
-    "paper-no-recompute": with_recompute("none"),
-    "paper-full-recompute": with_recompute("all"),
-}
 
 MOST_TOKENS = 2**40
 """The longest sequence for which costs, which grow with its square, are still computed exactly enough."""
@@ -48,9 +22,14 @@ MOST_TOKENS = 2**40
 
 def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings) -> Found:
     """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`."""
-    if settings.planner not in PLANNERS:
-        raise PlanError(f"there is no planner {settings.planner!r}; use one of {', '.join(sorted(PLANNERS))}")
-    return PLANNERS[settings.planner](ReplicaSearch(lengths, sequences, cost, settings, Limits.of(settings)))
+    search = ReplicaSearch(lengths, sequences, cost, settings, Limits.of(settings))
+    found = get_planner(settings.planner)(search)
+    if not isinstance(found, Found):
+        raise PlanError(
+            f"the planner {settings.planner} returns a {type(found).__name__}; it must return what it has found, such as "
+            "search.refine_best()"
+        )
+    return found
 
 
 def plan_step(
@@ -83,6 +62,10 @@ def plan_step(
         raise max(errors, key=lambda error: error.required)
     planned = [outcome for outcome in outcomes if not isinstance(outcome, BudgetError)]
     plan = Plan(tuple(cost.stage_layers), tuple(lengths), tuple(replica for replica, _, _ in planned))
+    try:
+        plan.validate()
+    except PlanError as error:
+        raise PlanError(f"the plan of the planner {settings.planner} cannot run: {error}") from None
     peaks = check(plan, cost, settings.memory_budget) if settings.memory_budget is not None else None
     metadata = {
         "planner": settings.planner,

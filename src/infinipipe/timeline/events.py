@@ -311,8 +311,8 @@ def _check(timeline: Timeline) -> None:
         raise TimelineError(
             f"the timeline has {timeline.num_stages} stages, but its placement {timeline.placement.num_stages}"
         )
-    if timeline.num_stages and (problem := timeline.placement.problem()) is not None:
-        raise TimelineError(problem)
+    if timeline.num_stages and (fault := timeline.placement.fault()) is not None:
+        raise TimelineError(fault)
     for stage, row in enumerate(timeline.spans):
         reached = 0.0
         for span in row:

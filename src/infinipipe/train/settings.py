@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infinipipe.data.settings import DataSettings, TokenizerSettings
-from infinipipe.plan import Placement, placement_named
+from infinipipe.plan import Placement, PlanError, get_schedule, placement_named
+from infinipipe.planner import get_planner
 from infinipipe.settings import SettingError, require_above, require_range
 
 
@@ -40,8 +41,8 @@ class PlanSettings:
     """How each step is cut into chunks, scheduled and recomputed.
 
     Attributes:
-        planner: the planner's name
-        schedule: order of forwards and backwards: auto leaves it to the planner; 1f1b, gpipe, or path/to/file.py:function
+        planner: the planner's name, or path/to/file.py:function
+        schedule: order of forwards and backwards: auto leaves it to the planner; 1f1b, gpipe, tapered, lookahead, interleaved, zero-bubble, or path/to/file.py:function
         max_slices: most slices into which the longest sequence of a step may be cut
         num_slices: that number itself (K); 0 searches for the fastest up to max_slices
         token_capacity: most tokens of a chunk; 0 is without limit
@@ -68,6 +69,15 @@ class PlanSettings:
     patience: float = 0.0
 
     def __post_init__(self) -> None:
+        try:
+            get_planner(self.planner)
+        except PlanError as error:
+            raise SettingError(f"plan.planner: {error}") from None
+        try:
+            if self.schedule != "auto":
+                get_schedule(self.schedule)
+        except PlanError as error:
+            raise SettingError(f"plan.schedule: {error}") from None
         require_range("plan.max_slices", self.max_slices, at_least=1)
         require_range("plan.num_slices", self.num_slices, at_least=0)
         require_range("plan.token_capacity", self.token_capacity, at_least=0)

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from infinipipe.plan import Chunk, PlanError
+from infinipipe.planner.baselines.cutting import chunk_sizes, cut_and_pack, equal_times, equal_tokens, terapipe_borders
 from infinipipe.planner.chunking import Chunking
 from infinipipe.planner.draft import ADVICE, Draft
-from infinipipe.planner.fixed import chunk_sizes, cut_and_pack, equal_times, equal_tokens, terapipe_borders
 from infinipipe.planner.memory import BudgetError, IntArray
 from infinipipe.planner.paper import plan_paper
+from infinipipe.planner.registry import register_planner
 from infinipipe.planner.search import Found, ReplicaSearch
 from infinipipe.planner.settings import Recompute
 
 
+@register_planner("packed-1f1b")
 def plan_packed(search: ReplicaSearch) -> Found:
     """Batch-level pipeline parallelism: whole sequences packed to the token capacity, 1F1B, uniform recompute."""
     if search.longest > search.capacity:
@@ -33,12 +35,14 @@ def plan_packed(search: ReplicaSearch) -> Found:
     return search.refine_best()
 
 
+@register_planner("fixed-chunk")
 def plan_fixed_chunk(search: ReplicaSearch) -> Found:
     """Fixed-size chunks, cut and packed by tokens, 1F1B, one recompute setting: the "Seq1F1B" of the comparison."""
     _uniform(search, [search.draft([_fixed(search, size).ordered()]) for size in _sizes(search)])
     return search.refine_best()
 
 
+@register_planner("seq1f1b")
 def plan_seq1f1b(search: ReplicaSearch) -> Found:
     """Seq1F1B: every long sequence in slices of equal time, its own borders, 1F1B, one recompute setting."""
     drafts = []
@@ -50,6 +54,7 @@ def plan_seq1f1b(search: ReplicaSearch) -> Found:
     return search.refine_best()
 
 
+@register_planner("gpipe-tokens")
 def plan_gpipe_tokens(search: ReplicaSearch) -> Found:
     """TeraPipe: slices by its dynamic program, all forwards then all backwards, one recompute setting."""
     drafts = []
@@ -61,6 +66,7 @@ def plan_gpipe_tokens(search: ReplicaSearch) -> Found:
     return search.refine_best()
 
 
+@register_planner("chunkflow")
 def plan_chunkflow(search: ReplicaSearch) -> Found:
     """ChunkFlow: fixed-size chunks; of a cut sequence the last ``K`` chunks keep activations, the others run forward again."""
     layers = np.array(search.cost.stage_layers, np.int64)[:, None]
@@ -82,6 +88,7 @@ def _place_from_last(chunk: Chunk, size: int) -> int:
     return 0 if piece is None else -(-(piece.length - piece.stop) // size)
 
 
+@register_planner("paper-unbalanced")
 def plan_unbalanced(search: ReplicaSearch) -> Found:
     """``elastic-paper`` without balanced chunking: fixed-size chunks under its recompute."""
     for size in _sizes(search):
@@ -97,6 +104,10 @@ def with_recompute(mode: Recompute) -> Callable[[ReplicaSearch], Found]:
         return plan_paper(dataclasses.replace(search, settings=settings))
 
     return plan
+
+
+register_planner("paper-no-recompute")(with_recompute("none"))
+register_planner("paper-full-recompute")(with_recompute("all"))
 
 
 def _sizes(search: ReplicaSearch) -> list[int]:
