@@ -73,7 +73,7 @@ def slice_seconds(case: Case) -> Callable[[], float]:
             store.write(0, 0, length, 0, past, past)
         else:
             store.write(0, 0, length, 0, past.expand(length, -1, -1), past.expand(length, -1, -1))
-            store.settle(0, 0, total, total, past.clone(), past.clone())
+            store.accumulate_gradients(0, 0, total, total, past.clone(), past.clone())
         context = ChunkContext(Chunk((piece,)), store)
         start = time.perf_counter()
         out, _ = context_attention(layer, q, k, v, None, sliding_window=case.window, chunk_context=context)

@@ -39,17 +39,17 @@ def test_gradients_of_later_slices_reach_earlier_ones_and_the_store_ends_empty()
         gradient = torch.full((stop, 2, 3), float(stop))
         expected[:stop] += stop
         own = gradient.clone(), -gradient
-        store.settle(7, 0, start, 0, *own)
+        store.accumulate_gradients(7, 0, start, 0, *own)
         assert torch.equal(own[0][start:, 0, 0], expected[start:stop])
         assert torch.equal(own[1][start:, 0, 0], -expected[start:stop])
     assert not store.sequences
 
 
-def test_a_window_settles_only_what_it_reaches() -> None:
+def test_a_window_leaves_gradients_only_where_it_attends() -> None:
     store = filled([4, 8])
-    store.settle(7, 0, 8, 6, torch.ones(4, 2, 3), torch.ones(4, 2, 3))
+    store.accumulate_gradients(7, 0, 8, 6, torch.ones(4, 2, 3), torch.ones(4, 2, 3))
     own = torch.zeros(5, 2, 3)
-    store.settle(7, 0, 4, 3, own, torch.zeros(5, 2, 3))
+    store.accumulate_gradients(7, 0, 4, 3, own, torch.zeros(5, 2, 3))
     assert own[:, 0, 0].tolist() == [0, 0, 0, 1, 1]
 
 
@@ -58,11 +58,13 @@ def test_gradients_accumulate_in_float32_at_least() -> None:
         store = KVStore()
         for start in (0, 1, 2):
             store.write(0, 0, 3, start, torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, 1, dtype=dtype))
-        store.settle(0, 0, 2, 0, torch.full((3, 1, 1), 256.0, dtype=dtype), torch.zeros(3, 1, 1, dtype=dtype))
+        store.accumulate_gradients(
+            0, 0, 2, 0, torch.full((3, 1, 1), 256.0, dtype=dtype), torch.zeros(3, 1, 1, dtype=dtype)
+        )
         entry = store._entries[0, 0]
         assert entry.key_grad is not None
         assert entry.key_grad.dtype == wide
-        store.settle(0, 0, 1, 0, torch.ones(2, 1, 1, dtype=dtype), torch.zeros(2, 1, 1, dtype=dtype))
+        store.accumulate_gradients(0, 0, 1, 0, torch.ones(2, 1, 1, dtype=dtype), torch.zeros(2, 1, 1, dtype=dtype))
         assert entry.key_grad[0].item() == 257.0
 
 
@@ -87,7 +89,7 @@ def test_other_violations_of_order_raise() -> None:
     with pytest.raises(RuntimeError, match="tokens up to 5 of 4"):
         store.read(7, 0, 0, 5)
     with pytest.raises(RuntimeError, match=r"backward of \[0, 4\) when \[.., 10\) is due"):
-        store.settle(7, 0, 0, 0, rows(0, 4), rows(0, 4))
+        store.accumulate_gradients(7, 0, 0, 0, rows(0, 4), rows(0, 4))
     assert store.sequences == [7]
     store.release(7, range(1, 5))
     assert store.sequences == [7], "other layers' are left"

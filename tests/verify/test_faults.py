@@ -52,8 +52,10 @@ class AppendingStore(KVStore):
 class ForgetfulStore(KVStore):
     """Drops what later slices leave for earlier ones."""
 
-    def settle(self, sequence: int, layer: int, start: int, reach: int, key_grad: Tensor, value_grad: Tensor) -> None:
-        super().settle(sequence, layer, start, reach, key_grad, value_grad)
+    def accumulate_gradients(
+        self, sequence: int, layer: int, start: int, first_key: int, key_grad: Tensor, value_grad: Tensor
+    ) -> None:
+        super().accumulate_gradients(sequence, layer, start, first_key, key_grad, value_grad)
         entry = self._entries.get((sequence, layer))
         if entry is not None and entry.key_grad is not None and entry.value_grad is not None:
             entry.key_grad.zero_()

@@ -5,8 +5,8 @@ from infinipipe.model.config import UnsupportedModelError, check_supported, load
 from infinipipe.model.kv_store import KVStore
 from infinipipe.model.linear import AccumulatingLinear, Product, WeightGradients, settle
 from infinipipe.model.loss import IGNORE, LossHead, LossTarget, block_loss
-from infinipipe.model.sequence import SequenceShard, ulysses_degree
 from infinipipe.model.stage import SharedWeight, Stage, build_stage
+from infinipipe.model.ulysses import SequenceShard, ulysses_degree
 
 __all__ = [
     "IGNORE",

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from infinipipe.model.backends import AttentionBackend, Segments, get_backend
 from infinipipe.model.kv_store import KVStore
-from infinipipe.model.sequence import SequenceShard
+from infinipipe.model.ulysses import SequenceShard
 from infinipipe.plan import Chunk
 
 IMPLEMENTATION = "infinipipe"
@@ -49,42 +49,53 @@ class ChunkContext:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What this process attends to in a chunk: queries of its block of tokens, keys of the whole chunk and its context.
+class _Ranges:
+    """The ranges of queries and keys of a chunk that this process works on: the queries of its block of tokens, and their keys.
+
+    Without sequence parallelism the block is the chunk. Else blocks cut across its partial slice and its whole sequences::
+
+        tokens     context |   slice   |  A  |   B   |  C  |
+        block 0            [-----]                              starts inside the slice
+        its keys   [=============]                              from the store, up to its last query's
+        block 1                  [---------------]              starts inside the slice, ends behind its border
+        its keys   [==================][=========]              from the store; from the chunk, A's first on
+        block 2                                  [---------]    starts behind the border
+        its keys                             [=============]    from the chunk, B's first on: block 1 has B's first queries
 
     Attributes:
-        border: the chunk's tokens before this one are its partial slice, the others are whole sequences.
-        queries: how many of the block's queries belong to the partial slice; they come first.
-        reach, stop: positions of the keys that those attend to.
-        wholes: the whole sequences that the block overlaps.
-        first, end: their keys' place among the chunk's tokens.
+        border: tokens of the partial slice, which come first; 0 without one.
+        queries: how many of the block's queries belong to it; they come first, too.
+        first_key, end_key: positions in the sequence of the keys that those attend to.
+        wholes: the whole sequences that the block overlaps: its queries, and the keys up to the last of these.
+        first_whole, end_whole: the place of those keys among the chunk's tokens.
     """
 
     border: int
     queries: int
-    reach: int
-    stop: int
+    first_key: int
+    end_key: int
     wholes: Segments
-    first: int
-    end: int
+    first_whole: int
+    end_whole: int
 
     @property
-    def near(self) -> Segments:
+    def slice_segments(self) -> Segments:
         """The partial slice's queries with the keys that they attend to."""
-        return Segments((self.queries,), (self.stop - self.reach,))
+        return Segments((self.queries,), (self.end_key - self.first_key,))
 
     @classmethod
-    def of(cls, context: ChunkContext, window: int | None) -> _Work:
+    def of(cls, context: ChunkContext, window: int | None) -> _Ranges:
         piece, num_tokens = context.chunk.partial, context.chunk.num_tokens
         low, high = (0, num_tokens) if context.shard is None else context.shard.block(num_tokens)
-        border = queries = reach = stop = 0
+        border = queries = first_key = end_key = 0
         if piece is not None:
             border = piece.num_tokens
             queries = max(0, min(high, border) - low)
-            position = piece.start + min(low, border)
-            stop = position + queries
-            reach = 0 if window is None else max(0, position - window + 1)
-            reach = reach if queries else piece.start
+            first_key = end_key = piece.start
+        if piece is not None and queries:
+            first_query = piece.start + low
+            first_key = 0 if window is None else max(0, first_query - window + 1)
+            end_key = first_query + queries
         q_lens, k_lens, first, end, place = [], [], None, border, border
         for length in context.whole_lengths:
             a, b = max(low, place), min(high, place + length)
@@ -94,7 +105,7 @@ class _Work:
                 first, end = place if first is None else first, b
             place += length
         wholes = Segments(tuple(q_lens), tuple(k_lens))
-        return cls(border, queries, reach, stop, wholes, border if first is None else first, end)
+        return cls(border, queries, first_key, end_key, wholes, border if first is None else first, end)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -118,20 +129,25 @@ class _ContextAttention(torch.autograd.Function):
         ctx.copies = 1 if shard is None else shard.kv_copies(k.shape[1])
         if shard is not None:
             q, k, v = _to_local_heads(q, k, v, num_tokens, ctx.copies, shard)
-        work = _Work.of(context, backend.window)
+        ranges = _Ranges.of(context, backend.window)
         results = []
         if piece is not None:
-            context.store.write(piece.sequence, layer, piece.length, piece.start, k[: work.border], v[: work.border])
-        if piece is not None and work.queries:
-            keys, values = context.store.read(piece.sequence, layer, work.reach, work.stop)
-            results.append(backend.forward(q[: work.queries], keys, values, work.near))
+            context.store.write(
+                piece.sequence, layer, piece.length, piece.start, k[: ranges.border], v[: ranges.border]
+            )
+        if piece is not None and ranges.queries:
+            keys, values = context.store.read(piece.sequence, layer, ranges.first_key, ranges.end_key)
+            results.append(backend.forward(q[: ranges.queries], keys, values, ranges.slice_segments))
         ctx.kv_shape = k.shape[1:]
-        k, v = k[work.first : work.end], v[work.first : work.end]
-        if work.wholes.queries:
-            results.append(backend.forward(q[work.queries :], k, v, work.wholes))
+        k, v = k[ranges.first_whole : ranges.end_whole], v[ranges.first_whole : ranges.end_whole]
+        if ranges.wholes.queries:
+            results.append(backend.forward(q[ranges.queries :], k, v, ranges.wholes))
         out, lse = _join(results, q)
         ctx.context, ctx.layer, ctx.backend = context, layer, backend
-        if not work.wholes.queries:
+        # Backward reads the slice's keys and values from the store. Those of the whole sequences it needs saved: none, if the block has
+        # no query of them; all of the chunk's as they are, if the block needs them all; else a copy of the rows that it needs, since
+        # a view would keep those of the whole chunk alive until then, the slice's, which lie in the store, among them.
+        if not ranges.wholes.queries:
             ctx.save_for_backward(q, out, lse)
         elif k.shape[0] == num_tokens:
             ctx.save_for_backward(q, out, lse, k, v)
@@ -148,27 +164,29 @@ class _ContextAttention(torch.autograd.Function):
         shard, piece, num_tokens = context.shard, context.chunk.partial, context.chunk.num_tokens
         if shard is not None:
             grad = shard.to_heads(grad, num_tokens)
-        work = _Work.of(context, backend.window)
-        n = work.queries
+        ranges = _Ranges.of(context, backend.window)
+        n = ranges.queries
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         if piece is not None:
-            base = min(work.reach, piece.start)
+            # A block inside the slice may, by a window, attend to none of the slice's first keys. What goes to the store spans the
+            # slice at the least, zeros where this process has nothing to add.
+            base = min(ranges.first_key, piece.start)
             if n:
-                keys, values = context.store.read(piece.sequence, ctx.layer, work.reach, work.stop)
-                result = backend.backward(grad[:n], q[:n], keys, values, out[:n], lse[:, :n], work.near)
-                rows = work.reach - base, piece.stop - base
+                keys, values = context.store.read(piece.sequence, ctx.layer, ranges.first_key, ranges.end_key)
+                result = backend.backward(grad[:n], q[:n], keys, values, out[:n], lse[:, :n], ranges.slice_segments)
+                rows = ranges.first_key - base, piece.stop - base
                 dq, dk, dv = result[0], *(_place(x, *rows) for x in result[1:])
             else:
                 dq, dk, dv = q[:0], *(q.new_zeros(piece.num_tokens, *ctx.kv_shape) for _ in range(2))
-            context.store.settle(piece.sequence, ctx.layer, piece.start, base, dk, dv)
+            context.store.accumulate_gradients(piece.sequence, ctx.layer, piece.start, base, dk, dv)
             parts.append((dq, dk[piece.start - base :], dv[piece.start - base :]))
-        if work.wholes.queries:
+        if ranges.wholes.queries:
             keys, values = own
-            result = backend.backward(grad[n:], q[n:], keys, values, out[n:], lse[:, n:], work.wholes)
-            rows = work.first - work.border, num_tokens - work.border
+            result = backend.backward(grad[n:], q[n:], keys, values, out[n:], lse[:, n:], ranges.wholes)
+            rows = ranges.first_whole - ranges.border, num_tokens - ranges.border
             parts.append((result[0], _place(result[1], *rows), _place(result[2], *rows)))
         elif context.whole_lengths:
-            zeros = q.new_zeros(num_tokens - work.border, *ctx.kv_shape)
+            zeros = q.new_zeros(num_tokens - ranges.border, *ctx.kv_shape)
             parts.append((q[:0], zeros, zeros))
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(column) for column in zip(*parts, strict=True))
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)

@@ -19,6 +19,24 @@ class _Entry:
     key_grad: Tensor | None = None
     value_grad: Tensor | None = None
 
+    def collect(self, start: int, stop: int, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Add what later slices have left for the tokens ``[start, stop)`` to these gradients of them, in place."""
+        if self.key_grad is not None and self.value_grad is not None:
+            key_grad += self.key_grad[start:stop]
+            value_grad += self.value_grad[start:stop]
+
+    def leave(self, first: int, stop: int, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Add gradients of the tokens ``[first, stop)`` to what waits for the backward of their slices.
+
+        The first to leave something is the last slice, whose start is then ``stop``: buffers are allocated to end there.
+        """
+        if self.key_grad is None or self.value_grad is None:
+            dtype = torch.promote_types(key_grad.dtype, torch.float32)
+            self.key_grad = key_grad.new_zeros((stop, *key_grad.shape[1:]), dtype=dtype)
+            self.value_grad = value_grad.new_zeros((stop, *value_grad.shape[1:]), dtype=dtype)
+        self.key_grad[first:stop] += key_grad
+        self.value_grad[first:stop] += value_grad
+
 
 class KVStore:
     """Preallocated key/value buffers of a stage, and the gradients that later slices leave for earlier ones.
@@ -58,34 +76,32 @@ class KVStore:
             raise RuntimeError(f"sequence {sequence}, layer {layer}: tokens up to {stop} of {entry.written} are read")
         return entry.key[start:stop], entry.value[start:stop]
 
-    def settle(self, sequence: int, layer: int, start: int, reach: int, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Account the gradients that the backward of slice ``[start, stop)`` yields, slices in reverse.
+    def accumulate_gradients(
+        self, sequence: int, layer: int, start: int, first_key: int, key_grad: Tensor, value_grad: Tensor
+    ) -> None:
+        """Add up what the backward of slice ``[start, stop)`` yields with that of later slices; slices come in reverse.
 
-        ``key_grad`` and ``value_grad`` belong to the tokens ``[reach, stop)`` that the slice attends to. Those before
-        ``start`` are added to the store; to those of the slice itself, what later slices left is added in place. The
-        sequence leaves the store with its first slice.
+        ``key_grad`` and ``value_grad`` belong to the tokens ``[first_key, stop)`` that the slice attends to::
+
+            first_key ... start ... stop
+            [ earlier tokens | own ]        own: what later slices left for them is added, in place
+                                            earlier: added to what waits in the store for their slices' backward
+
+        The sequence leaves the store with its first slice.
         """
         entry = self._entry(sequence, layer)
-        stop = reach + key_grad.shape[0]
+        stop = first_key + key_grad.shape[0]
         if stop != entry.pending:
             raise RuntimeError(
                 f"sequence {sequence}, layer {layer}: backward of [{start}, {stop}) when [.., {entry.pending}) is due"
             )
         entry.pending = start
-        if entry.key_grad is not None and entry.value_grad is not None:
-            key_grad[start - reach :] += entry.key_grad[start:stop]
-            value_grad[start - reach :] += entry.value_grad[start:stop]
-        elif start > 0:
-            dtype = torch.promote_types(key_grad.dtype, torch.float32)
-            entry.key_grad = key_grad.new_zeros((start, *key_grad.shape[1:]), dtype=dtype)
-            entry.value_grad = value_grad.new_zeros((start, *value_grad.shape[1:]), dtype=dtype)
+        own = start - first_key
+        entry.collect(start, stop, key_grad[own:], value_grad[own:])
         if start == 0:
             del self._entries[sequence, layer]
         else:
-            assert entry.key_grad is not None
-            assert entry.value_grad is not None
-            entry.key_grad[reach:start] += key_grad[: start - reach]
-            entry.value_grad[reach:start] += value_grad[: start - reach]
+            entry.leave(first_key, start, key_grad[:own], value_grad[:own])
 
     def release(self, sequence: int, layers: range) -> None:
         """Forget a sequence at those layers, whose backward will not come (evaluation)."""

@@ -1,7 +1,7 @@
-"""Sequence parallelism: tokens are split between the processes of a group; within attention, heads are, too.
+"""Sequence parallelism (DeepSpeed Ulysses): tokens are split between the processes of a group; within attention, heads are, too.
 
 A chunk's tokens are padded to a multiple of the group's size and dealt in contiguous shares. Within attention an all-to-all
-over ``ulysses`` processes gives each all of their tokens for its share of the heads (DeepSpeed Ulysses). Where the group is
+over ``ulysses`` processes gives each all of their tokens for its share of the heads. Where the group is
 larger than the heads allow, those sets of processes form a second dimension: each keeps the queries of its block of tokens,
 gathers the keys and values of all blocks, and scatters their gradients back, summed.
 """
