@@ -75,7 +75,7 @@ def _leaving(name: str, args: tuple[Any, ...]) -> int:
 
 
 def expected_bytes(stage: Stage, replica: ReplicaPlan, layout: Layout, parameters: int, tied: int) -> dict[str, float]:
-    """Bytes that one process of ``stage`` sends in a step; ``parameters`` and ``tied`` are whole numbers of elements."""
+    """Bytes that one process of ``stage`` sends in a step; ``parameters`` and ``tied`` count elements."""
     config, sequence = stage.model.config, layout.sequence
     rows = {number: -(-chunk.num_tokens // sequence) for number, chunk in enumerate(replica.chunks)}
     place = replica.placement.parts.index(stage.parts)

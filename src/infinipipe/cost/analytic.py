@@ -37,7 +37,7 @@ class PassTime:
     Attributes:
         pair: a layer's, per unit of ``pairs``, without a window ``(C + s)^2 - C^2`` (``a1``).
         token: a layer's, per token (``a2``).
-        slice: a layer's, per slice of the chunk: what packing costs.
+        slice: a layer's, per slice of the chunk: what one more packed sequence costs.
         chunk: a layer's, per chunk (``b1`` over all layers).
         stage: a part's, per chunk, whatever its layers.
         embedding_token: the first part's, per token.
