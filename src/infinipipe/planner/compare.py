@@ -61,7 +61,10 @@ def compare(
     *,
     context: int | None = None,
 ) -> list[Outcome]:
-    """Run ``planners``, all if not given, on one replica's batch. The ideal packs chunks to ``settings.token_capacity``, else to ``context``."""
+    """Run ``planners``, all if not given, on one replica's batch.
+
+    The ideal packs chunks to ``settings.token_capacity``, else to ``context``.
+    """
     ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
     outcomes = []
     for name in (*planner_names(), *UNPIPED) if planners is None else planners:

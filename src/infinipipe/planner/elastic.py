@@ -24,7 +24,8 @@ from infinipipe.planner.search import Found, ReplicaSearch, descend
 # is worth can be read off benchmarks/planner.py --parts planners scaling: steps over the ideal, and planning times.
 
 Style = Literal["common", "even", "dense"]
-"""Algorithm 1, whose borders are common to all sequences; equal slices of each sequence within its token target; the same with the token capacity as only limit."""
+"""Algorithm 1, whose borders are common to all sequences; equal slices of each sequence within its token target; the same with the
+token capacity as only limit."""
 
 STYLES: tuple[Style, ...] = ("common", "even", "dense")
 SCHEDULES: tuple[tuple[str, float], ...] = (
