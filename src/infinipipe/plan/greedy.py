@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from infinipipe.plan.kinds import ActionKind
+from infinipipe.plan.kinds import ActionKind, Direction
 from infinipipe.plan.placement import Placement
 from infinipipe.plan.schedules import backward_order, register_schedule
 from infinipipe.plan.types import Action, Chunk, num_splits
@@ -116,14 +116,12 @@ class _Run:
         part that has one; else weight gradients.
         """
         due = self.weights_due[stage]
+        gradients = (ActionKind.BACKWARD_WEIGHT, *due[0]) if due else None
         if len(due) > self.most_due[stage]:
-            return ActionKind.BACKWARD_WEIGHT, *due[0]
+            return gradients
         backward, forward = self._backward(stage, now), self._forward(stage, now)
         both = (forward, backward) if self.went_backward[stage] else (backward, forward)
-        chosen = both[0] or both[1]
-        if chosen is None and due:
-            return ActionKind.BACKWARD_WEIGHT, *due[0]
-        return chosen
+        return both[0] or both[1] or gradients
 
     def _backward(self, stage: int, now: float) -> tuple[ActionKind, int, int] | None:
         ready = [part for part in self.placement.parts[stage] if self._ready_backward(part) <= now]
@@ -156,11 +154,12 @@ class _Run:
         weight = self.weights[chunk]
         name = part if len(self.placement.parts[stage]) > 1 else None
         self.result[stage].append(Action(kind, chunk, name))
-        if kind is ActionKind.BACKWARD_WEIGHT:
+        flow = kind.row.flow
+        if flow is None:
             self.weights_due[stage].popleft()
             return now + weight
-        self.went_backward[stage] = kind is not ActionKind.FORWARD
-        if kind is ActionKind.FORWARD:
+        self.went_backward[stage] = flow is Direction.BACKWARD
+        if flow is Direction.FORWARD:
             self.forward_end[part][chunk] = now + weight
             self.forwards[part] += 1
             self.held[stage] += 1

@@ -122,16 +122,10 @@ def one_forward_one_backward(
 @register_schedule("gpipe")
 def gpipe(
     pipelines: Sequence[Sequence[Chunk]], placement: Placement, warmup: Sequence[int] | None = None
-) -> list[list[Action]]:
-    """All forwards of a pipeline, then all its backwards."""
+) -> Sequence[Sequence[Action]]:
+    """All forwards of a pipeline, then all its backwards: 1F1B whose warm-up is the whole of it."""
     require_one_part(placement, "gpipe")
-    actions: list[Action] = []
-    first = 0
-    for chunks in pipelines:
-        actions += [Forward(first + index) for index in range(len(chunks))]
-        actions += [Backward(first + index) for index in backward_order(chunks)]
-        first += len(chunks)
-    return [list(actions) for _ in range(placement.num_stages)]
+    return one_forward_one_backward(pipelines, placement, [sum(map(len, pipelines))] * placement.num_stages)
 
 
 def require_one_part(placement: Placement, name: str) -> None:
