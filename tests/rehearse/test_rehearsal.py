@@ -11,7 +11,20 @@ import pytest
 from infinipipe.cli.main import main
 from infinipipe.cost import AnalyticCost, Link, MemoryUse, PassTime
 from infinipipe.cost.files import save_cost
-from infinipipe.plan import Backward, Chunk, Forward, Pipeline, Plan, PlanError, ReplicaPlan, build_replica, save, whole
+from infinipipe.plan import (
+    ONE_EACH,
+    Backward,
+    Chunk,
+    Forward,
+    Pipeline,
+    Placement,
+    Plan,
+    PlanError,
+    ReplicaPlan,
+    build_replica,
+    save,
+    whole,
+)
 from infinipipe.rehearse import MAX_STAGES, rehearse
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.settings import SettingError
@@ -29,12 +42,18 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def make_cost(
-    stages: int = STAGES, *, chunk: float = 0.0, token: float = 0.0, message: Link | None = None
+    stages: int = STAGES,
+    *,
+    chunk: float = 0.0,
+    token: float = 0.0,
+    message: Link | None = None,
+    placement: Placement | None = None,
 ) -> AnalyticCost:
     time = PassTime(pair=0.0, token=token, stage=chunk)
     memory = MemoryUse(layer=1, layer_kv=1, layer_input=1, kv=1, dkv=1, message=1)
     return AnalyticCost(
-        stage_layers=(2,) * stages,
+        stage_layers=(2,) * (placement.num_parts if placement else stages),
+        placement=placement or ONE_EACH,
         forward=time,
         backward=time,
         memory=memory,
@@ -85,6 +104,22 @@ def test_random_plans_come_to_an_end(pool: WorkerPool) -> None:
         rehearsal = rehearse(plan.replicas[0], lengths, make_cost(message=Link(latency=1e-3)), pool=pool)
         done = [[span.action for span in row] for row in rehearsal.timeline.spans]
         assert done == [list(row) for row in plan.replicas[0].actions]
+
+
+@pytest.mark.parametrize("placement", [Placement.plain(4), Placement.interleaved(4), Placement.v_shaped(2, 3)])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_parts_and_halves_are_rehearsed(pool: WorkerPool, placement: Placement, schedule: str) -> None:
+    rng = random.Random(7)
+    lengths = [rng.randint(1, 60) for _ in range(6)]
+    cost = make_cost(placement.num_stages, token=1e-4, message=Link(latency=1e-3), placement=placement)
+    plan = random_plan(rng, lengths, cost.stage_layers, placement=placement, schedules=[schedule])
+    rehearsal = rehearse(plan.replicas[0], lengths, cost, pool=pool)
+    done = [[span.action for span in row] for row in rehearsal.timeline.spans]
+    assert done == [list(row) for row in plan.replicas[0].actions]
+    assert rehearsal.modelled_seconds == pytest.approx(simulate(plan.replicas[0], cost).makespan)
+    kinds = {span.action.kind for row in rehearsal.timeline.spans for span in row}
+    assert kinds == (set("FIW") if schedule == "zero-bubble" else set("FB"))
+    assert rehearsal.overhead >= 1.0
 
 
 def test_a_deadlock_ends_with_an_error() -> None:

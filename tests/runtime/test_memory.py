@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,19 @@ from transformers import LlamaConfig
 
 from infinipipe.cost import ModelShape, flop_cost
 from infinipipe.model import build_stage
-from infinipipe.plan import Chunk, Pipeline, build_replica, cut
+from infinipipe.plan import (
+    ActionLists,
+    BackwardInput,
+    BackwardWeight,
+    Chunk,
+    Forward,
+    Pipeline,
+    Placement,
+    Plan,
+    ReplicaPlan,
+    build_replica,
+    cut,
+)
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, connect, step_locally
 
@@ -102,12 +115,30 @@ CONFIG = LlamaConfig(
 LENGTH, BLOCK = 512, 16
 
 
-def prepare(slices: int, recompute: int, config: LlamaConfig = CONFIG) -> tuple[Callable[[], None], int]:
-    """A step of one stage on one sequence, and the formula's peak of it."""
+def prepare(
+    slices: int,
+    recompute: int,
+    config: LlamaConfig = CONFIG,
+    *,
+    stage_layers: tuple[int, ...] = (2,),
+    order: Callable[[ReplicaPlan], ActionLists] | None = None,
+) -> tuple[Callable[[], None], int]:
+    """A step of one stage, which has all parts, on one sequence, and the formula's peak of it.
+
+    ``recompute`` layers of every part are computed again; ``order`` makes other action lists of GPipe's chunks.
+    """
     pieces = cut(0, LENGTH, [LENGTH * i // slices for i in range(1, slices)])
-    replica = build_replica([Pipeline(tuple(Chunk((p,)) for p in pieces))], 1, recompute=[[recompute] * slices])
-    cost = flop_cost(ModelShape.from_config(config.to_dict()), (2,), element_bytes=4, states=[0], block_tokens=BLOCK)
-    stage = build_stage(config, (2,), 0)
+    placement = Placement((tuple(range(len(stage_layers))),))
+    rows = tuple((min(recompute, layers),) * slices for layers in stage_layers)
+    chunks = (Pipeline(tuple(Chunk((p,)) for p in pieces)),)
+    replica = build_replica(chunks, placement, schedule="interleaved", recompute=rows)
+    if order is not None:
+        replica = replace(replica, actions=order(replica))
+    plan = Plan(stage_layers, (LENGTH,), (replica,))
+    plan.validate()
+    shape = ModelShape.from_config(config.to_dict())
+    cost = flop_cost(shape, stage_layers, element_bytes=4, states=[0], block_tokens=BLOCK, placement=placement)
+    stage = build_stage(config, stage_layers, placement.parts[0])
     executor = Executor(stage, connect(1)[0], Parameters(stage), loss_block_tokens=BLOCK)
     batch = Batch.from_tokens([torch.arange(LENGTH) % 128])
 
@@ -135,6 +166,44 @@ def allocator_peak(step: Callable[[], None]) -> int:
         live += size
         peak = max(peak, live)
     return peak
+
+
+def halves_at_the_end(replica: ReplicaPlan) -> ActionLists:
+    """All forwards, all first halves, then all second halves: as many operands are held as there can be."""
+    chunks, parts = range(len(replica.chunks)), range(replica.placement.num_parts)
+    names = [None] if len(parts) == 1 else parts
+    forwards = [Forward(chunk, part) for part in names for chunk in chunks]
+    first = [BackwardInput(chunk, part) for part in reversed(names) for chunk in reversed(chunks)]
+    second = [BackwardWeight(chunk, part) for part in names for chunk in chunks]
+    return ((*forwards, *first, *second),)
+
+
+def halves_at_once(replica: ReplicaPlan) -> ActionLists:
+    """The second half of every backward right after its first."""
+    chunks, parts = range(len(replica.chunks)), range(replica.placement.num_parts)
+    names = [None] if len(parts) == 1 else parts
+    forwards = [Forward(chunk, part) for part in names for chunk in chunks]
+    halves = [
+        half(chunk, part)
+        for part in reversed(names)
+        for chunk in reversed(chunks)
+        for half in (BackwardInput, BackwardWeight)
+    ]
+    return ((*forwards, *halves),)
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("slices", [1, 8])
+@pytest.mark.parametrize("stage_layers", [(2,), (1, 1)])
+@pytest.mark.parametrize("order", [halves_at_the_end, halves_at_once, None])
+def test_the_formula_bounds_split_backwards_and_parts(
+    slices: int, recompute: int, stage_layers: tuple[int, ...], order: Callable[[ReplicaPlan], ActionLists] | None
+) -> None:
+    step, formula = prepare(slices, recompute, stage_layers=stage_layers, order=order)
+    with MemoryMeter() as meter:
+        step()
+    assert meter.current == 0
+    assert 0.995 <= formula / meter.peak <= 1.08
 
 
 @pytest.mark.parametrize("recompute", [0, 2])

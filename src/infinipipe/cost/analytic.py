@@ -105,6 +105,7 @@ class MemoryUse:
         backward_attention: the most that the backward of its attention needs, when the MLP's activations are gone.
         backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
         weight_operands: a layer's inputs and output gradients of linear layers, kept between the halves of a backward.
+        mlp_operands: those of its MLP, which the first half keeps while attention's backward runs.
         head_block: bytes of one token block of head and loss at the last part.
         head_block_tokens: tokens of that block, of which a smaller chunk needs its share; 0 charges the block whole.
         product_block: bytes of what a weight's gradient passes through on its way into a wider accumulator.
@@ -127,6 +128,7 @@ class MemoryUse:
     backward_attention: float = 0.0
     backward_context: float = 0.0
     weight_operands: float = 0.0
+    mlp_operands: float = 0.0
     head_block: float = 0.0
     head_block_tokens: float = 0.0
     product_block: float = 0.0
@@ -330,7 +332,7 @@ class AnalyticCost:
         its operands behind.
         """
         layers, kept = self.stage_layers[part], min(kept, self.stage_layers[part])
-        need = self._layer_working_set(features)
+        need = self._layer_working_set(features, splits=splits)
         if layers and not kept:
             need = need + self._layer_made_again(features)
             if splits:
@@ -342,14 +344,20 @@ class AnalyticCost:
             need = np.maximum(need, self._embedding_gradient(features, layers, kept) + left)
         return need
 
-    def _layer_working_set(self, features: Features[Number]) -> Number:
-        """The most of: the MLP's gradients, those beside a weight's product, and attention's when the MLP is done."""
+    def _layer_working_set(self, features: Features[Number], *, splits: bool) -> Number:
+        """The most of: the MLP's gradients, those beside a weight's product, and attention's when the MLP is done.
+
+        In the first half of a backward there is no product; the MLP's operands stay instead: what goes into its last matrix beside
+        that one's gradient, then all of them.
+        """
         use, share = self.memory, 1 / self.sequence_parallel
+        attention = features.tokens * use.backward_attention + features.reach * use.backward_context
+        if splits:
+            mlp = features.tokens * (use.backward + use.backward_product)
+            return np.maximum(mlp, attention + features.tokens * use.mlp_operands) * share
         product = features.tokens * (use.backward_product * share) + use.product_block
         mlp = np.maximum(features.tokens * (use.backward * share), product)
-        return np.maximum(
-            mlp, (features.tokens * use.backward_attention + features.reach * use.backward_context) * share
-        )
+        return np.maximum(mlp, attention * share)
 
     def _layer_made_again(self, features: Features[Number]) -> Number:
         """A recomputed layer's activations, its input excepted where they hold that itself."""

@@ -57,6 +57,7 @@ def memory_use(shape: ModelShape, *, element_bytes: int, block_tokens: int = 102
         head_block_tokens=block_tokens,
         head_block=block_tokens * shape.vocab * (e if e >= FLOAT32_BYTES else FLOAT32_BYTES + e),
         weight_operands=(2 * hidden + query_side + mlp_side) * e,
+        mlp_operands=(working + 2 * hidden) * e,
         product_block=0 if e >= FLOAT32_BYTES else min(PRODUCT_BLOCK, hidden * max(inner, shape.query_width)) * e,
         embedding_gradient=shape.embedding_weights * e,
     )

@@ -38,6 +38,8 @@ class WeightGradients:
 
     def add(self, weight: nn.Parameter, inputs: Tensor, grad: Tensor) -> None:
         """Account the product of a layer's output gradients (tokens, outputs) and inputs (tokens, inputs)."""
+        if self.are_put_off:
+            inputs, grad = _alone(inputs), _alone(grad)
         self.do(partial(self._compute, weight, inputs, grad))
 
     def _compute(self, weight: nn.Parameter, inputs: Tensor, grad: Tensor) -> None:
@@ -72,6 +74,12 @@ def settle(products: list[Product]) -> None:
     """Compute products that were put off; each is let go of as soon as it is done, the last noted first."""
     while products:
         products.pop()()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that keeps no more than itself: the gradient of a slice's values comes as a view of that of all it attends to."""
+    whole = tensor.untyped_storage().nbytes()
+    return tensor if whole == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -109,7 +117,8 @@ class _Linear(torch.autograd.Function):
         input_grad = grad @ weight if needs_input else None
         rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            ctx.gradients.add(ctx.weight, inputs.reshape(-1, inputs.shape[-1]), rows)
+            # With its graph, what is noted for later would keep the part's input and the gradient of that.
+            ctx.gradients.add(ctx.weight, inputs.detach().reshape(-1, inputs.shape[-1]), rows)
         return input_grad, None, rows.sum(0) if needs_bias else None, None
 
 

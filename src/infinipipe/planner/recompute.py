@@ -37,6 +37,20 @@ class Rows:
     def num_rows(self) -> int:
         return len(self.demand)
 
+    def merged(self) -> Rows:
+        """The same with every column at most once in a row, in ascending order, its values added up."""
+        rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
+        width = int(self.columns.max(initial=0)) + 1
+        places, which = np.unique(rows * width + self.columns, return_inverse=True)
+        lengths = np.bincount(places // width, minlength=self.num_rows)
+        values: FloatArray = np.bincount(which, self.values, len(places)).astype(np.float64)
+        return Rows(
+            indptr=np.concatenate(([0], np.cumsum(lengths))),
+            columns=places % width,
+            values=values,
+            demand=self.demand,
+        )
+
     def product(self, x: FloatArray | IntArray) -> FloatArray:
         """``A x``, of shape (rows,)."""
         sums = np.concatenate(([0.0], np.cumsum(self.values * x[self.columns])))
@@ -101,18 +115,16 @@ def recompute_problem(
         for memory in memories
     ]
     lengths = np.concatenate([part[0] for part in rows])
-    return RecomputeProblem(
-        variable,
-        upper,
-        np.ones(count),
-        Rows(
-            indptr=np.concatenate(([0], np.cumsum(lengths))),
-            columns=np.concatenate([part[1] for part in rows]),
-            values=np.concatenate([part[2] for part in rows]),
-            demand=np.concatenate([part[3] for part in rows]),
-        ),
-        table.stage_layers,
+    constraints = Rows(
+        indptr=np.concatenate(([0], np.cumsum(lengths))),
+        columns=np.concatenate([part[1] for part in rows]),
+        values=np.concatenate([part[2] for part in rows]),
+        demand=np.concatenate([part[3] for part in rows]),
     )
+    if share_diagonals and parts > table.placement.num_stages:
+        # A diagonal passes through several parts of a stage, whose holdings may be live at once.
+        constraints = constraints.merged()
+    return RecomputeProblem(variable, upper, np.ones(count), constraints, table.stage_layers)
 
 
 def _constraints(

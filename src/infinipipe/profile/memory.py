@@ -54,6 +54,7 @@ class MemoryRatios:
             layer_input=use.layer_input * scale(self.input),
             forward_kept=use.forward_kept * scale(self.forward),
             weight_operands=use.weight_operands * scale(self.operands),
+            mlp_operands=use.mlp_operands * scale(self.operands),
             **backward,
         )
 
