@@ -93,6 +93,11 @@ class CostTable:
         first = np.array(layers, np.int64).reshape(self.num_parts, self.num_chunks)
         return np.take_along_axis(self.recompute, first[:, None], axis=1)[:, 0]
 
+    def held_at(self, recompute: ArrayLike) -> dict[str, FloatArray]:
+        """(parts, chunks) bytes of every resource by its name, with so many layers recomputed."""
+        dropped = np.array(recompute, np.int64).reshape(self.layer_saving.shape)
+        return {**self.held, ACTIVATIONS.name: self.held[ACTIVATIONS.name] - dropped * self.layer_saving}
+
     def transient_at(self, column: str, recompute: ArrayLike) -> FloatArray:
         """(parts, chunks) bytes that actions of a column need while they run, with so many layers recomputed.
 

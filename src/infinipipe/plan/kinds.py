@@ -69,7 +69,7 @@ class Row:
         cost: column of the cost table with its seconds and its transient bytes.
         half_of: the column of the action of which it is one half, if it is.
         keeps_input: whether its input is part of what it acquires; else the message is held until the action ends.
-        recomputes: whether it computes again first what the forward has dropped.
+        recomputes: whether it computes again first what the forward has dropped, if no action before it has.
     """
 
     name: str

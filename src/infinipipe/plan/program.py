@@ -179,6 +179,15 @@ class Program:
         result: Booleans = table[self.kind]
         return result
 
+    @cached_property
+    def recomputes(self) -> Booleans:
+        """(actions,) whether each computes again first what the forward has dropped: of a chunk at a part, the first that does."""
+        numbers = np.flatnonzero(self.rows("recomputes"))
+        _, first = np.unique(self.part[numbers] * len(self.chunks) + self.chunk[numbers], return_index=True)
+        result = np.zeros(self.num_actions, np.bool_)
+        result[numbers[first]] = True
+        return result
+
     def by_kind(self, table: Callable[[str], NDArray[np.float64]]) -> NDArray[np.float64]:
         """(actions,) of every action, from the ``(parts, chunks)`` table of the column that its kind takes."""
         result = np.zeros(self.num_actions)

@@ -128,8 +128,7 @@ class _Account:
 def _accounts(replica: ReplicaPlan, stage: int, cost: AnalyticCost) -> list[_Account]:
     """What every action of a stage should change, in their order."""
     program, table = replica.program, cost.table(replica.chunks)
-    layers = np.array(replica.recompute, np.int64)
-    held = {**table.held, ACTIVATIONS.name: table.held[ACTIVATIONS.name] - layers * table.layer_saving}
+    held = table.held_at(replica.recompute)
     first, last = program.base[stage], program.base[stage + 1]
     acquired: list[dict[str, float]] = [{} for _ in range(first, last)]
     released: list[dict[str, float]] = [{} for _ in range(first, last)]

@@ -18,7 +18,7 @@ def plan_samples(plan: Plan, runs: Sequence[Run], windows: Sequence[tuple[int, .
     that share the stage. ``windows`` are those of the stages' layers. Every stage has one part.
     """
     replica = plan.replicas[0]
-    samples = []
+    program, samples = replica.program, []
     for stage, actions in enumerate(replica.actions):
         processes = stage_processes(stage, plan.num_stages, runs[0])
         chosen = undisturbed(runs, processes)
@@ -30,7 +30,9 @@ def plan_samples(plan: Plan, runs: Sequence[Run], windows: Sequence[tuple[int, .
                 column=row.cost,
                 chunk=replica.chunks[action.chunk],
                 layers=plan.stage_layers[stage],
-                recomputed=replica.recompute[stage][action.chunk] if row.recomputes else 0,
+                recomputed=replica.recompute[stage][action.chunk]
+                if program.recomputes[program.base[stage] + place]
+                else 0,
                 is_first=stage == 0,
                 is_last=stage == plan.num_stages - 1,
                 seconds=statistics.median(busy),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from infinipipe.cost import CostModel
 from infinipipe.cost.features import FloatArray
 from infinipipe.cost.table import Columns
 from infinipipe.model import IGNORE
-from infinipipe.plan import Placement, ReplicaPlan
+from infinipipe.plan import Chunk, Placement, ReplicaPlan
 from infinipipe.rehearse.stage import WaitingStage, Waits
 from infinipipe.rehearse.transport import MessageSeconds, ModelledTransport
 from infinipipe.runtime import Batch, Event, Executor, ProcessGroupTransport, Recorder, channel_groups
@@ -84,14 +85,15 @@ def rehearse(
 
 
 def _waits(replica: ReplicaPlan, seconds: Mapping[str, FloatArray], recompute: FloatArray) -> Waits:
-    """What every chunk waits for at every part, by the columns of the actions that the plan has."""
-    used = {action.kind.row.cost: action.kind.row for actions in replica.actions for action in actions}
-    tables = {column: seconds[column] + (recompute if row.recomputes else 0.0) for column, row in used.items()}
-    return {
-        (part, chunk): {column: float(table[part, number]) for column, table in tables.items()}
-        for part in range(replica.num_parts)
-        for number, chunk in enumerate(replica.chunks)
-    }
+    """What every chunk waits for at every part, by the columns of its actions."""
+    program = replica.program
+    durations = program.by_kind(seconds.__getitem__)
+    durations += np.where(program.recomputes, recompute[program.part, program.chunk], 0.0)
+    waits: dict[tuple[int, Chunk], dict[str, float]] = {}
+    for number, duration in enumerate(durations.tolist()):
+        place = int(program.part[number]), replica.chunks[int(program.chunk[number])]
+        waits.setdefault(place, {})[program.of(number).kind.row.cost] = duration
+    return waits
 
 
 def _rehearse(

@@ -71,7 +71,7 @@ class Engine:
         """Seconds of every action, in order of evaluation; ``recompute`` as (parts, chunks) comes on top of actions that do."""
         own = self.program.by_kind(seconds.__getitem__)
         if recompute is not None:
-            again = np.flatnonzero(self.program.rows("recomputes"))
+            again = np.flatnonzero(self.program.recomputes)
             own[again] += recompute[self.program.part[again], self.program.chunk[again]]
         result: list[float] = own[self._order].tolist()
         return result

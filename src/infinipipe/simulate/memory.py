@@ -13,7 +13,6 @@ import numpy as np
 
 from infinipipe.cost import CostModel, CostTable
 from infinipipe.plan import Program, ReplicaPlan
-from infinipipe.plan.kinds import ACTIVATIONS
 from infinipipe.plan.program import Booleans
 from infinipipe.simulate.engine import Floats, Integers, Times
 
@@ -85,7 +84,7 @@ def memory_curves(replica: ReplicaPlan, times: Times, table: CostTable, cost: Co
 
 
 def _resources(ledger: _Ledger, program: Program, table: CostTable, layers: Integers, ends: Floats) -> None:
-    held = {**table.held, ACTIVATIONS.name: table.held[ACTIVATIONS.name] - layers * table.layer_saving}
+    held = table.held_at(layers)
     for intervals in program.intervals:
         size = held[intervals.resource.name][intervals.part, intervals.chunk]
         if intervals.resource.from_end:

@@ -98,7 +98,7 @@ def require_same_stages(replica: ReplicaPlan, cost: CostModel) -> None:
 
 def _spans(replica: ReplicaPlan, times: Times, recompute: Floats) -> tuple[tuple[Span, ...], ...]:
     program = replica.program
-    rows, again, parts = [], program.rows("recomputes"), program.part.tolist()
+    rows, again, parts = [], program.recomputes, program.part.tolist()
     for stage, actions in enumerate(replica.actions):
         starts, ends = times.start[stage].tolist(), times.end[stage].tolist()
         row = []

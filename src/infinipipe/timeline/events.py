@@ -190,13 +190,14 @@ def measured_timeline(
         name: what to call the step.
     """
     origin = min((event.start for row in events for event in row), default=0.0)
-    spans = []
+    spans, program = [], replica.program
     for stage, row in enumerate(events):
         found = []
+        again = dict(zip(replica.actions[stage], program.recomputes[program.base[stage] :].tolist(), strict=False))
         for event in row:
             action = Action.parse(event.action)
             part = replica.placement.parts[stage][0] if action.part is None else action.part
-            layers = replica.recompute[part][action.chunk] if action.kind.row.recomputes else 0
+            layers = replica.recompute[part][action.chunk] if again[action] else 0
             found.append(Span(action, event.start - origin, event.end - origin, layers=layers))
         spans.append(tuple(found))
     curves = tuple(tuple((max(seconds - origin, 0.0), size) for seconds, size in row) for row in memory)
