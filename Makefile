@@ -1,14 +1,15 @@
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv train test test-gpu lint
+.PHONY: venv train test test-gpu test-oldest lint
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	python3 -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(STAMP)
 
 train: $(STAMP)
@@ -19,6 +20,9 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
