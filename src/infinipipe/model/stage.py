@@ -24,7 +24,7 @@ from infinipipe.model.attention import IMPLEMENTATION, ChunkContext
 from infinipipe.model.config import UnsupportedModelError
 from infinipipe.model.linear import AccumulatingLinear
 from infinipipe.model.loss import LossHead, LossTarget
-from infinipipe.model.weights import read_tensors
+from infinipipe.model.weights import Checkpoint
 
 
 class _Absent(nn.Module):
@@ -210,7 +210,7 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    checkpoint: str | Path | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
 ) -> Stage:
     """Build the stage that has ``parts`` of the model, one or several, holding no more than its own tensors at any time.
 
@@ -249,8 +249,8 @@ def build_stage(
         model.set_output_embeddings(LossHead(model.get_output_embeddings()))
     stage = Stage(model, stage_layers, own, dtype, torch.device(device), shared)
     if checkpoint is not None:
-        aliases = {head_name: embedding_name} if config.tie_word_embeddings else None
-        read_tensors(model, Path(checkpoint), aliases=aliases)
+        given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint, config)
+        given.read_into(model)
     stage.to(device)
     stage.train()
     return stage

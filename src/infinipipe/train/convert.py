@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
-from infinipipe.model.weights import write_index, write_shard
+from infinipipe.model.shards import write_index, write_shard
 from infinipipe.train.store import CheckpointError, CheckpointFolder, read_manifest
 
 SHARD_BYTES = 4 * 10**9

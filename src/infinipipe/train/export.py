@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from infinipipe.model import Stage
-from infinipipe.model.weights import write_index, write_shard
+from infinipipe.model.shards import write_index, write_shard
 from infinipipe.runtime import Mesh, Parameters
 from infinipipe.train.job import Job
 
