@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+from infinipipe.settings import SettingError
 
 _DROPOUTS = (
     "attention_dropout",
@@ -51,7 +53,7 @@ def load_config(source: str | Path) -> PretrainedConfig:
     return config
 
 
-_TEXT_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_TEXT_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
     "qwen3_vl_text": ("qwen3", {}),
@@ -99,7 +101,7 @@ def changed_config(config: PretrainedConfig, given: Mapping[str, Any], changes: 
 
     Rotary parameters may be spelled ``rope_parameters``, or as before it ``rope_scaling`` and ``rope_theta``. ``given`` are
     the fields that the file spells out: the others follow from what they follow from, the layers' types from the number of
-    layers, say. Raises ``ValueError`` naming a field that there is none of, or whatever a family's class raises.
+    layers, say. Raises ``SettingError`` naming a field that there is none of, and whatever a family's class raises.
     """
     kind = config.model_type
     known = config.to_dict()
@@ -109,9 +111,11 @@ def changed_config(config: PretrainedConfig, given: Mapping[str, Any], changes: 
     has_rotary = "rope_parameters" in known
     for new, old in names.items():
         if new in ("dtype", "torch_dtype"):
-            raise ValueError(f"{old} decides nothing here; set model.dtype to compute in it, train.export_dtype to write it")
+            raise SettingError(
+                f"{old} decides nothing here; set model.dtype to compute in it, train.export_dtype to write it"
+            )
         if new not in (known.keys() if new not in rotary else known.keys() | (_OLD_ROTARY if has_rotary else ())):
-            raise ValueError(f"{old} is no field of a {kind} configuration")
+            raise SettingError(f"{old} is no field of a {kind} configuration")
     fields = _given_fields(config, given)
     if plain.get("num_hidden_layers", math.inf) < config.num_hidden_layers and "layer_types" not in plain:
         fields["layer_types"] = (getattr(config, "layer_types", None) or [])[: plain["num_hidden_layers"]] or None
@@ -140,7 +144,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _changed_rotary(config: PretrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters of ``config`` with changes in any spelling. Raises ``ValueError``."""
+    """The rotary parameters of ``config`` with changes in any spelling. Raises ``SettingError``."""
     current: dict[str, Any] = copy.deepcopy(config.rope_parameters)
     nested = bool(config.nested_rope_parameter_keys(current))
     steps: list[tuple[str, dict[str, Any]]] = []
@@ -149,7 +153,7 @@ def _changed_rotary(config: PretrainedConfig, changes: Mapping[str, Any]) -> dic
             steps.append((_GLOBAL, {name: changes[name]}))
     if "rope_local_base_freq" in changes:
         if not nested:
-            raise ValueError(f"rope_local_base_freq is no field of a {config.model_type} configuration")
+            raise SettingError(f"rope_local_base_freq is no field of a {config.model_type} configuration")
         steps.append((_LOCAL, {"rope_theta": changes["rope_local_base_freq"]}))
     for name in ("rope_scaling", "rope_parameters"):
         if name not in changes:
@@ -157,11 +161,11 @@ def _changed_rotary(config: PretrainedConfig, changes: Mapping[str, Any]) -> dic
         value = changes[name]
         value = {"rope_type": "default"} if value is None or value == {} else value
         if not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be a table of rotary parameters, not {value!r:.40}")
+            raise SettingError(f"{name} must be a table of rotary parameters, not {value!r:.40}")
         if not nested or name == "rope_scaling":
             steps.append((_GLOBAL, dict(value)))
         elif unknown := sorted(value.keys() - current.keys()):
-            raise ValueError(
+            raise SettingError(
                 f"{name}.{unknown[0]} is none of the layer types of a {config.model_type} configuration, each of which has "
                 f"its own rotary parameters: {', '.join(sorted(current))}"
             )
@@ -180,7 +184,11 @@ def _merged_rotary(current: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     changes = {("rope_type" if name == "type" else name): value for name, value in changes.items()}
     known = RopeParameters.__annotations__.keys() | current.keys()
     if unknown := sorted(changes.keys() - known):
-        raise ValueError(f"rope_parameters.{unknown[0]} is no rotary parameter; known are {', '.join(sorted(known))}")
+        raise SettingError(f"rope_parameters.{unknown[0]} is no rotary parameter; known are {', '.join(sorted(known))}")
+    kind = changes.get("rope_type", "default")
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        kinds = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+        raise SettingError(f"rope_parameters.rope_type is {kind!r}, which is none of {kinds}")
     if changes.get("rope_type", current.get("rope_type")) != current.get("rope_type"):
         current = {name: value for name, value in current.items() if name in _WHATEVER_THE_TYPE}
     return {**current, **changes}
@@ -238,7 +246,8 @@ def hub_fields(config: PretrainedConfig, architecture: str, dtype: str) -> dict[
     that are not the default.
     """
     usual = PretrainedConfig().to_dict()
-    fields = {name: value for name, value in config.to_dict().items() if name not in usual or value != usual[name]}
+    given = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    fields = {name: value for name, value in given.items() if name not in usual or value != usual[name]}
     rotary = fields.get("rope_parameters")
     if rotary:
         nested = config.nested_rope_parameter_keys(rotary)

@@ -93,7 +93,9 @@ class Shards:
             raise ValueError(f"{index} names {missing[0]}, which is not there; download the checkpoint anew")
         extra = sorted(path.name for path in directory.iterdir() if _SHARD.fullmatch(path.name) and path not in files)
         if extra:
-            raise ValueError(f"{directory} has {extra[0]}, which {INDEX} does not name; remove the file, or mend the index")
+            raise ValueError(
+                f"{directory} has {extra[0]}, which {INDEX} does not name; remove the file, or mend the index"
+            )
         return files
 
     def _weight_map(self) -> dict[str, str]:
@@ -124,7 +126,9 @@ class Shards:
     def _check_index(self, listed: Mapping[str, str]) -> None:
         for name, file in listed.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
-                raise ValueError(f"{self.directory / INDEX} says that {file} holds the tensor {name}, which it does not")
+                raise ValueError(
+                    f"{self.directory / INDEX} says that {file} holds the tensor {name}, which it does not"
+                )
         for name, stored in self.tensors.items():
             if name not in listed:
                 raise ValueError(f"{stored.file} holds the tensor {name}, which {INDEX} does not name")

@@ -87,7 +87,13 @@ def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
 
 
 class HeadDiffersError(ValueError):
-    """A checkpoint with a head that differs from the embedding, for a configuration that ties the two."""
+    """A checkpoint with a head that differs from the embedding, for a configuration that ties the two; ``reason`` says so."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; set model.config.tie_word_embeddings to false to train both, or name the head in model.ignore"
+        )
+        self.reason = reason
 
 
 class Checkpoint:
@@ -200,10 +206,10 @@ class Checkpoint:
             ) from None
         for name, tensor in made.items():
             new = self._own_name(name)
-            if new in own:
-                group.targets[new] = tuple(tensor.shape)
-            elif new is None:
+            if new is None:
                 self.unused.setdefault("not of the language model", []).extend(source for _, source in group.sources)
+            elif new in own:
+                group.targets[new] = tuple(tensor.shape)
             elif _layer_of(new) >= self._model.config.num_hidden_layers:
                 self.unused.setdefault("of layers that model.config leaves out", []).extend(
                     source for _, source in group.sources
@@ -270,8 +276,7 @@ class Checkpoint:
             if target in self._by_target and source in self._by_target:
                 if not self._equal(target, source):
                     raise HeadDiffersError(
-                        f"{self.directory} holds {target}, which differs from {source} though the configuration ties them; "
-                        "set model.config.tie_word_embeddings to false to train both, or name it in model.ignore"
+                        f"{self.directory} holds {target}, which differs from {source} though the configuration ties them"
                     )
             elif source in self._by_target:
                 tied[target] = source
@@ -285,9 +290,7 @@ class Checkpoint:
         return self._shards.equal(*names)
 
     def _require_all(self) -> None:
-        missing = [
-            name for name in self._model.state_dict() if name not in self._by_target and name not in self._tied
-        ]
+        missing = [name for name in self._model.state_dict() if name not in self._by_target and name not in self._tied]
         if missing:
             raise ValueError(
                 f"the checkpoint {self.directory} has no tensor {missing[0]!r}, which the model needs"

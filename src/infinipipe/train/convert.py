@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
+from infinipipe.model import HubLayout, meta_model
 from infinipipe.model.shards import write_index, write_shard
+from infinipipe.train.assets import Provenance
+from infinipipe.train.export import write_companions
 from infinipipe.train.store import CheckpointError, CheckpointFolder, read_manifest
 
 SHARD_BYTES = 4 * 10**9
-TOKENIZER = "tokenizer"
-"""Folder of a run's tokenizer, beside its checkpoints."""
 _PREFIXES = ("model.", "buffer.")
 
 
@@ -34,54 +35,75 @@ def find_checkpoint(path: Path) -> Path:
     return found[0]
 
 
-def export(checkpoint: Path, output: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def export(checkpoint: Path, output: Path, *, dtype: str = "", shard_bytes: int = SHARD_BYTES) -> None:
     """Write the weights of ``checkpoint`` to ``output``, which must not exist, one shard after another.
 
-    The tokenizer comes along if the run's folder has it. Raises ``CheckpointError``.
+    In ``dtype``, or else in the one that the run's folder names; with them what goes along with the run's own export.
+    Raises ``CheckpointError``.
     """
     manifest = read_manifest(checkpoint)
     if output.exists():
         raise CheckpointError(f"{output} exists; name a new folder")
+    run = checkpoint.parent.parent
+    provenance = Provenance.load(run)
+    if provenance is None and not dtype:
+        raise CheckpointError(
+            f"{run} is no run's folder, so that it is not known what {checkpoint} is to be written in; name --dtype"
+        )
+    provenance = provenance or Provenance(source="", dtype=dtype, longest=0, corpus=[])
+    provenance = replace(provenance, dtype=dtype or provenance.dtype)
+    fields = {name: value for name, value in manifest.config.items() if name != "model_type"}
+    config = AutoConfig.for_model(manifest.config["model_type"], **fields)
+    model = meta_model(config)
     beside = output.with_name(output.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    _write_shards(checkpoint, beside, HubLayout(model), getattr(torch, provenance.dtype), shard_bytes)
+    write_companions(
+        beside, run, config, type(model).__name__, provenance, step=manifest.step, settings=manifest.settings
+    )
+    beside.rename(output)
+
+
+def _write_shards(checkpoint: Path, folder: Path, layout: HubLayout, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Write the weights shard after shard. Raises ``CheckpointError`` if they cannot be read."""
     try:
-        shards = _shards(checkpoint, shard_bytes)
+        shards = _shards(checkpoint, layout, dtype, shard_bytes)
         sizes = []
         for index, names in enumerate(shards):
             tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in names.items()}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-            sizes.append(write_shard(_plain_names(tensors), beside, index, len(shards)))
+            plain = {_plain(name): tensor for name, tensor in tensors.items()}
+            sizes.append(write_shard(layout.convert(plain, dtype), folder, index, len(shards)))
     except (OSError, RuntimeError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"the checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from None
-    write_index(sizes, beside)
-    fields = {name: value for name, value in manifest.config.items() if name != "model_type"}
-    config = AutoConfig.for_model(manifest.config["model_type"], **fields)
-    config.save_pretrained(beside)
-    tokenizer = checkpoint.parent.parent / TOKENIZER
-    if tokenizer.is_dir():
-        shutil.copytree(tokenizer, beside, dirs_exist_ok=True)
-    beside.rename(output)
+    write_index(sizes, folder)
 
 
-def _shards(checkpoint: Path, shard_bytes: int) -> list[dict[str, TensorStorageMetadata]]:
-    """The weights and buffers of a checkpoint, in shards of at most so many bytes, or of one tensor."""
+def _shards(
+    checkpoint: Path, layout: HubLayout, dtype: torch.dtype, shard_bytes: int
+) -> list[dict[str, TensorStorageMetadata]]:
+    """The weights and buffers of a checkpoint, in shards of at most so many bytes, or of what is converted together."""
+    found = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = {
+        _plain(name): (name, meta)
+        for name, meta in sorted(found.items())
+        if name.startswith(_PREFIXES) and isinstance(meta, TensorStorageMetadata)
+    }
     shards: list[dict[str, TensorStorageMetadata]] = [{}]
     room = shard_bytes
-    for name, meta in sorted(dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()):
-        if not name.startswith(_PREFIXES) or not isinstance(meta, TensorStorageMetadata):
-            continue
-        size = meta.size.numel() * meta.properties.dtype.itemsize
+    for group in layout.groups(stored):
+        size = sum(stored[name][1].size.numel() * dtype.itemsize for name in group)
         if shards[-1] and size > room:
             shards.append({})
             room = shard_bytes
-        shards[-1][name] = meta
+        shards[-1] |= dict(stored[name] for name in group)
         room -= size
     return shards
 
 
-def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under Hugging Face's names."""
-    return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
+def _plain(name: str) -> str:
+    """Hugging Face's name of what a checkpoint stores."""
+    return name.split(".", 1)[1]

@@ -1,20 +1,24 @@
-"""The Hugging Face model at the end of a run: every stage writes its own shard."""
+"""The Hugging Face model at the end of a run: every stage writes its own shard, in the layout that other programs expect."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from infinipipe.model import Stage
+from infinipipe.model import HubLayout, Stage, covering, hub_fields
 from infinipipe.model.shards import write_index, write_shard
 from infinipipe.runtime import Mesh, Parameters
+from infinipipe.train.assets import ASSETS, Provenance
+from infinipipe.train.card import CARD, model_card, read_records
 from infinipipe.train.job import Job
 
 T = TypeVar("T")
@@ -27,31 +31,35 @@ def save_model(
     stage: Stage,
     parameters: Parameters,
     config: PretrainedConfig,
-    tokenizer: Path,
+    *,
+    step: int,
+    settings: str,
 ) -> None:
-    """Write weights, configuration and the files of the folder ``tokenizer`` so that ``from_pretrained`` loads them.
+    """Write the model after ``step`` steps so that ``from_pretrained`` loads it; ``directory`` is in the run's folder.
 
-    Master weights are written, those of a stage by one of its processes. ``directory`` is replaced at the end, when all shards
-    are there. Raises ``ValueError`` if it cannot be written.
+    Weights are written in the dtype that the run's folder names, those of a stage by one of its processes; with them what
+    :func:`write_companions` writes. ``directory`` is replaced at the end, when all shards are there. Raises ``ValueError`` if
+    it cannot be written.
     """
     writes = mesh.replica == mesh.sequence == 0
     beside = directory.with_name(directory.name + ".tmp")
+    run = directory.parent
 
-    def prepare() -> None:
+    def prepare() -> Provenance:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
+        provenance = Provenance.load(run)
+        assert provenance is not None, "kept since the run's start"
+        return provenance
 
     def complete(sizes: list[dict[str, int]]) -> None:
         write_index(sizes, beside)
-        config.architectures = [type(stage.model).__name__]
-        config.dtype = next(parameters.named())[1].dtype
-        config.save_pretrained(beside)
-        shutil.copytree(tokenizer, beside, dirs_exist_ok=True)
+        write_companions(beside, run, config, type(stage.model).__name__, provenance, step=step, settings=settings)
         shutil.rmtree(directory, ignore_errors=True)
         beside.rename(directory)
 
-    job.on_first(lambda: _written(directory, prepare))
-    tensors = _tensors(stage, parameters, writes=writes)
+    provenance = job.on_first(lambda: _written(directory, prepare))
+    tensors = _tensors(stage, parameters, getattr(torch, provenance.dtype), writes=writes)
     sizes = job.everywhere(
         lambda: (
             _written(directory, lambda: write_shard(tensors, beside, mesh.stage, mesh.layout.stages))
@@ -63,6 +71,42 @@ def save_model(
     job.on_first(lambda: _written(directory, lambda: complete([shards[index] for index in sorted(shards)])))
 
 
+def write_companions(
+    folder: Path,
+    run: Path,
+    config: PretrainedConfig,
+    architecture: str,
+    provenance: Provenance,
+    *,
+    step: int,
+    settings: str,
+) -> None:
+    """Write what goes with the weights: ``config.json``, the run's assets, a model card of the first ``step`` steps.
+
+    Raises ``ValueError`` if transformers would not read the configuration as it is.
+    """
+    covered = covering(config, provenance.longest)
+    fields = hub_fields(covered, architecture, provenance.dtype)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    read, meant = (_comparable(each) for each in (AutoConfig.from_pretrained(folder), covered))
+    if read != meant:
+        name = next(name for name in sorted(read.keys() | meant.keys()) if read.get(name) != meant.get(name))
+        raise ValueError(
+            f"the configuration cannot be written: {name} would be read as {read.get(name)}, not {meant.get(name)}"
+        )
+    if (run / ASSETS).is_dir():
+        shutil.copytree(run / ASSETS, folder, dirs_exist_ok=True)
+    card = model_card(provenance, config.model_type, step, settings, read_records(run, step))
+    (folder / CARD).write_text(card)
+
+
+def _comparable(config: PretrainedConfig) -> dict[str, object]:
+    """The fields of a configuration that describe the model, as they come back from JSON."""
+    of_a_file = {"transformers_version", "dtype", "architectures", "_name_or_path"}
+    fields: dict[str, object] = json.loads(json.dumps(config.to_dict()))
+    return {name: value for name, value in fields.items() if name not in of_a_file}
+
+
 def _written(directory: Path, work: Callable[[], T]) -> T:
     """What ``work`` returns. Raises ``ValueError`` where it cannot write."""
     try:
@@ -71,20 +115,24 @@ def _written(directory: Path, work: Callable[[], T]) -> T:
         raise ValueError(f"the model could not be written to {directory}: {error}") from None
 
 
-def _tensors(stage: Stage, parameters: Parameters, *, writes: bool) -> dict[str, Tensor]:
+def _tensors(stage: Stage, parameters: Parameters, dtype: torch.dtype, *, writes: bool) -> dict[str, Tensor]:
     """The stage's whole master weights and persistent buffers, on the CPU, for the process that ``writes``.
 
-    A collective of the stage's processes, which gather one tensor at a time. A weight that another stage owns is in its shard alone.
+    In the hub's layout and in ``dtype``. A collective of the stage's processes, which gather what is converted together at a
+    time. A weight that another stage owns is in its shard alone.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters.named():
-        if not stage.owns(name):
-            continue
-        whole = parameter.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        if writes:
-            tensors[name] = whole.cpu()
+    masters: dict[str, Tensor] = {name: parameter for name, parameter in parameters.named() if stage.owns(name)}
     buffers = dict(stage.model.named_buffers())
-    tensors |= {name: tensor for name, tensor in stage.model.state_dict().items() if name in buffers}
+    masters |= {name: tensor for name, tensor in stage.model.state_dict().items() if name in buffers}
+    layout = HubLayout(stage.model)
+    tensors: dict[str, Tensor] = {}
+    for group in layout.groups(masters):
+        whole = {name: _whole(masters[name]) for name in group}
+        if writes:
+            tensors |= layout.convert({name: tensor.cpu() for name, tensor in whole.items()}, dtype)
     return tensors
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

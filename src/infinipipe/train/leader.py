@@ -10,10 +10,11 @@ from typing import Any
 from infinipipe.data import Corpus
 from infinipipe.runtime import Batch
 from infinipipe.train.console import Console
-from infinipipe.train.convert import TOKENIZER
+from infinipipe.train.assets import Provenance, keep_assets
 from infinipipe.train.heartbeat import Announce
 from infinipipe.train.loader import DataLoader, TrainingBatch, make_batch, require_supervised
 from infinipipe.train.metrics import Evaluation, MetricsWriter, StepRecord
+from infinipipe.train.model import StartModel
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
 
@@ -22,9 +23,10 @@ NAMED_AT_MOST = 8
 
 
 class Leader:
-    """Rank 0's corpus, data loader and metrics. Settings and tokenizer are kept in the run's folder from the start.
+    """Rank 0's corpus, data loader and metrics. What exports need is kept in the run's folder from the start.
 
     Args:
+        model: what the run started from.
         text: the settings as YAML, to be kept.
         step: steps that are done already.
         position: of the data after them, if there are any.
@@ -37,6 +39,7 @@ class Leader:
     def __init__(
         self,
         corpus: Corpus,
+        model: StartModel,
         settings: Settings,
         planner: StepPlanner,
         *,
@@ -52,7 +55,8 @@ class Leader:
         output = Path(settings.train.output)
         output.mkdir(parents=True, exist_ok=True)
         (output / "settings.yaml").write_text(text)
-        corpus.tokenizer.save_pretrained(output / TOKENIZER)
+        keep_assets(output, corpus.tokenizer, settings.model.path)
+        _provenance(corpus, model, settings).save(output)
         with ExitStack() as stack:
             self._metrics = stack.enter_context(MetricsWriter(output, after_step=step))
             self._loader = stack.enter_context(DataLoader(corpus.train, settings, planner, position))
@@ -99,3 +103,12 @@ class Leader:
     def close(self) -> None:
         """Close files, end the planning process."""
         self._opened.close()
+
+
+def _provenance(corpus: Corpus, model: StartModel, settings: Settings) -> Provenance:
+    return Provenance(
+        source=Path(settings.model.path).resolve().name if settings.model.weights == "load" else "",
+        dtype=str(model.export_dtype).removeprefix("torch."),
+        longest=int(corpus.train.lengths.max()),
+        corpus=[*corpus.report, f"{len(corpus.train)} sequences to train on, {len(corpus.held_out)} held out"],
+    )

@@ -14,7 +14,6 @@ from infinipipe.cost import typical_length
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
-from infinipipe.train.convert import TOKENIZER
 from infinipipe.train.environment import ProcessEnvironment
 from infinipipe.train.errors import REPORTS
 from infinipipe.train.export import save_model
@@ -24,7 +23,7 @@ from infinipipe.train.job import Job, OnFirst
 from infinipipe.train.leader import Leader
 from infinipipe.train.loader import TrainingBatch
 from infinipipe.train.lock import OutputLock
-from infinipipe.train.model import model_config
+from infinipipe.train.model import StartModel, Vocabulary, open_model, require_rows
 from infinipipe.train.settings import Settings
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, read_manifest
 from infinipipe.train.trainer import Trainer
@@ -88,11 +87,14 @@ class Run:
     def execute(self) -> int:
         """Train, from a checkpoint if there is one to resume from, and export the model; returns the exit code."""
         job, settings = self._job, self._settings
+        # A model that is described by a file can be refused before a long reading of the corpus.
+        model = self._open_model(None) if settings.model.path else None
         self._announce(f"{WAITING} for the corpus")
         corpus = OnFirst.make(job, self._open_corpus)
-        vocab_size = corpus.ask(lambda corpus: len(corpus.tokenizer))
+        model = model or self._open_model(corpus.ask(lambda corpus: Vocabulary.of(corpus.tokenizer)))
+        config = model.config
+        corpus.ask(lambda corpus: require_rows(corpus, config))
         length = corpus.ask(lambda corpus: typical_length(corpus.train.lengths))
-        config = job.everywhere(lambda: model_config(settings.model, vocab_size))
         job.on_first(lambda: self_check(config))
         trainer = Trainer(job, settings, config, length, self._announce)
         checkpoints = Checkpoints(
@@ -108,20 +110,36 @@ class Run:
         start = self._resume(trainer, checkpoints)
         with ExitStack() as stack:
             stack.callback(checkpoints.close)
-            leader = corpus.then(lambda corpus: self._leader(corpus, trainer, start))
+            leader = corpus.then(lambda corpus: self._leader(corpus, model, trainer, start))
             stack.callback(leader.tell, Leader.close)
             stopped = self._steps(trainer, checkpoints, start, leader)
         if stopped:
             return STOPPED
         self._announce("writing the model")
-        model, tokenizer = self._output / "checkpoint", self._output / TOKENIZER
-        save_model(model, job, trainer.mesh, trainer.stage, trainer.parameters, config, tokenizer)
-        self._console.say(f"wrote {model}")
+        save_model(
+            self._output / "checkpoint",
+            job,
+            trainer.mesh,
+            trainer.stage,
+            trainer.parameters,
+            config,
+            step=max(start.step, settings.train.last_step),
+            settings=self._text,
+        )
+        self._console.say(f"wrote {self._output / 'checkpoint'}")
         return 0
 
-    def _leader(self, corpus: Corpus, trainer: Trainer, start: _Start) -> Leader:
+    def _open_model(self, vocabulary: Vocabulary | None) -> StartModel:
+        """What the run starts from, on all ranks; rank 0 says what there is to say of it."""
+        model = self._job.on_first(lambda: open_model(self._settings, vocabulary))
+        for line in model.report:
+            self._console.say(line)
+        return model
+
+    def _leader(self, corpus: Corpus, model: StartModel, trainer: Trainer, start: _Start) -> Leader:
         return Leader(
             corpus,
+            model,
             self._settings,
             trainer.planner,
             text=self._text,

@@ -1,43 +1,193 @@
-"""The model's configuration as the settings describe it."""
+"""The model that a run trains: its configuration as the settings describe it, and where its weights come from."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig, PretrainedConfig
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from infinipipe.model import check_supported, load_config, text_config
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from infinipipe.data import Corpus, DataError, Sequences
+from infinipipe.model import (
+    Checkpoint,
+    HeadDiffersError,
+    changed_config,
+    check_supported,
+    describe_changes,
+    load_config,
+    text_config,
+)
 from infinipipe.settings import SettingError
-from infinipipe.train.settings import ModelSettings
+from infinipipe.train.settings import ModelSettings, Settings
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def model_config(settings: ModelSettings, vocab_size: int) -> PretrainedConfig:
-    """The Hugging Face configuration; ``vocab_size`` is the tokenizer's.
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a tokenizer asks of a model.
+
+    Attributes:
+        size: entries of an embedding that has a row for every id.
+        special: the tokenizer's ids under the names that a configuration has for them.
+    """
+
+    size: int
+    special: Mapping[str, int | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+        """By the largest id: ids may have gaps."""
+        ids = (*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder)
+        return cls(max(ids, default=-1) + 1, {name: getattr(tokenizer, name) for name in _TOKENS})
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """What a run starts from.
+
+    Attributes:
+        config: of the model that trains.
+        export_dtype: what its weights are written in.
+        report: lines for the log: what the settings change, where weights come from, what is to be borne in mind.
+    """
+
+    config: PretrainedConfig
+    export_dtype: torch.dtype
+    report: tuple[str, ...] = ()
+
+
+def model_config(
+    settings: ModelSettings, vocab_size: int, special: Mapping[str, int | None] | None = None
+) -> PretrainedConfig:
+    """The Hugging Face configuration; a new model gets its vocabulary and the ids of special tokens from the tokenizer's.
 
     Raises ``ValueError`` for a configuration that does not exist, cannot be, or is not supported.
     """
-    fields = dict(settings.config)
-    kind = fields.pop("model_type", None)
     if settings.path:
-        config = load_config(settings.path)
-        if kind not in (None, config.model_type):
-            raise SettingError(f"model.config.model_type is {kind!r}, but {settings.path} holds a {config.model_type}")
-        fields = config.to_dict() | fields
-        kind = config.model_type
+        config = _changed(load_config(settings.path), _spelled_out(settings.path), settings)
     else:
-        fields.setdefault("vocab_size", vocab_size)
-    try:
-        known = AutoConfig.for_model(kind).to_dict()
-        unknown = sorted(set(settings.config) - {"model_type"} - set(known))
-        if unknown:
-            raise SettingError(f"model.config.{unknown[0]} is no field of a {kind} configuration")
-        fields.pop("model_type", None)
-        config = text_config(AutoConfig.for_model(kind, **fields))
-    except SettingError:
-        raise
-    except Exception as error:  # whatever a family's class makes of a value that it does not expect
-        raise SettingError(f"model.config cannot be used: {' '.join(str(error).split())}") from None
-    if config.vocab_size < vocab_size:
-        raise SettingError(
-            f"model.config.vocab_size is {config.vocab_size}, but the tokenizer has {vocab_size} entries; raise it"
-        )
+        config = _new_config(settings.config, Vocabulary(vocab_size, special or {}))
     check_supported(config)
     return config
+
+
+def _new_config(fields: Mapping[str, Any], vocabulary: Vocabulary) -> PretrainedConfig:
+    kind = fields["model_type"]
+    changes = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        default = text_config(AutoConfig.for_model(kind))
+    except Exception as error:  # whatever a family's class makes of itself
+        raise SettingError(f"model.config cannot be used: {' '.join(str(error).split())}") from None
+    known = default.to_dict()
+    special = {name: value for name, value in vocabulary.special.items() if name in known}
+    config = _changed_by({"vocab_size": vocabulary.size} | special | changes, default, {})
+    if config.vocab_size < vocabulary.size:
+        raise SettingError(
+            f"model.config.vocab_size is {config.vocab_size}, but the tokenizer has {vocabulary.size} entries; raise it"
+        )
+    return config
+
+
+def _spelled_out(path: str) -> dict[str, Any]:
+    """The fields of the language model that a configuration file gives."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    fields: dict[str, Any] = json.loads(file.read_text())
+    nested = fields.get("text_config")
+    return nested if isinstance(nested, dict) else fields
+
+
+def _changed(config: PretrainedConfig, given: Mapping[str, Any], settings: ModelSettings) -> PretrainedConfig:
+    """A file's configuration with the settings' changes; those of a multi-modal model may be in its ``text_config``."""
+    changes = dict(settings.config)
+    kind = changes.pop("model_type", config.model_type)
+    if kind != config.model_type:
+        raise SettingError(f"model.config.model_type is {kind!r}, but {settings.path} holds a {config.model_type}")
+    nested = changes.pop("text_config", {})
+    if not isinstance(nested, Mapping):
+        raise SettingError(f"model.config.text_config must be a table of fields, not {nested!r:.40}")
+    return _changed_by(changes | dict(nested), config, given) if changes or nested else config
+
+
+def _changed_by(changes: Mapping[str, Any], config: PretrainedConfig, given: Mapping[str, Any]) -> PretrainedConfig:
+    try:
+        return changed_config(config, given, changes)
+    except SettingError as error:
+        raise SettingError(f"model.config.{error}") from None
+    except Exception as error:  # whatever a family's class makes of a value that it does not expect
+        raise SettingError(f"model.config cannot be used: {' '.join(str(error).split())}") from None
+
+
+def open_model(settings: Settings, vocabulary: Vocabulary | None = None) -> StartModel:
+    """The model that the settings describe, its checkpoint understood, every tensor of it accounted for.
+
+    ``vocabulary`` is needed for a model without path. A checkpoint whose head differs from the embedding though its
+    configuration ties them is trained untied, as transformers does, and that is said. Raises ``ValueError``.
+    """
+    model = settings.model
+    vocabulary = vocabulary or Vocabulary(0)
+    config = model_config(model, vocabulary.size, vocabulary.special)
+    report: list[str] = []
+    dtype = torch.float32
+    if model.weights == "load":
+        try:
+            checkpoint = open_checkpoint(model, config)
+        except HeadDiffersError as error:
+            if "tie_word_embeddings" in model.config:
+                raise
+            config.tie_word_embeddings = False
+            checkpoint = open_checkpoint(model, config)
+            report.append(f"warning: {error.reason}; they are trained apart, and the exported configuration says so")
+        report.insert(0, checkpoint.describe())
+        dtype = checkpoint.dtype
+    if model.path and (changes := describe_changes(load_config(model.path), config)):
+        report.insert(0, f"model.config changes {model.path}: {', '.join(changes)}")
+    chosen = settings.train.export_dtype
+    if warning := _too_long(settings, config):
+        report.append(warning)
+    return StartModel(config, dtype if chosen == "source" else getattr(torch, chosen), tuple(report))
+
+
+def open_checkpoint(settings: ModelSettings, config: PretrainedConfig) -> Checkpoint:
+    """The checkpoint of the settings, understood for a model of ``config``. Raises ``ValueError``."""
+    return Checkpoint(settings.path, config, ignore=settings.ignore)
+
+
+def _too_long(settings: Settings, config: PretrainedConfig) -> str | None:
+    """A warning if sequences may have more positions than the configuration names, unless it is a new model's default."""
+    positions, length = getattr(config, "max_position_embeddings", None), settings.data.max_length
+    is_default = not settings.model.path and "max_position_embeddings" not in settings.model.config
+    if not positions or length <= positions or is_default:
+        return None
+    return (
+        f"warning: data.max_length is {length}, but the model's configuration is for sequences of up to {positions} tokens "
+        "(max_position_embeddings); longer ones are trained on at positions that it may never have seen, and the exported "
+        "configuration will cover the longest"
+    )
+
+
+def require_rows(corpus: Corpus, config: PretrainedConfig) -> None:
+    """Refuse a corpus with a token for which the embedding has no row. Raises ``DataError`` naming document and token.
+
+    A tokenizer with more entries than the embedding is fine otherwise, and common.
+    """
+    rows = config.vocab_size
+    if Vocabulary.of(corpus.tokenizer).size <= rows:
+        return
+    for part in (corpus.train, corpus.held_out):
+        for index in range(len(part)):
+            tokens = part.tokens(index)
+            if tokens.max() >= rows:
+                _refuse_token(part, index, int(tokens[tokens >= rows][0]), corpus.tokenizer, rows)
+
+
+def _refuse_token(part: Sequences, index: int, token: int, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    name = part.cache.name(int(part.documents[index]))
+    raise DataError(
+        f"{name} has the token {tokenizer.convert_ids_to_tokens(token)!r} of id {token}, but the model's embedding has {rows} "
+        "rows; leave the document out by data.exclude, or name the model's own tokenizer in tokenizer.path"
+    )

@@ -9,7 +9,7 @@ import torch
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.model import build_stage
 from infinipipe.train.loader import sampled_batches
-from infinipipe.train.model import model_config
+from infinipipe.train.model import Vocabulary, open_checkpoint, open_model
 from infinipipe.train.settings import Settings
 from infinipipe.verify.reference import plain_model, reference_step
 
@@ -22,9 +22,9 @@ def plain_losses(settings: Settings, num_steps: int) -> list[float]:
     torch.set_num_threads(settings.parallel.threads)
     corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
     batches = sampled_batches(corpus.train, settings)
-    config = model_config(settings.model, len(corpus.tokenizer))
-    model_path = settings.model.path if settings.model.weights == "load" else None
-    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=model_path)
+    config = open_model(settings, Vocabulary.of(corpus.tokenizer)).config
+    checkpoint = open_checkpoint(settings.model, config) if settings.model.weights == "load" else None
+    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=checkpoint)
     model = plain_model(config, whole.model.state_dict(), torch.float32)
     chosen = settings.optimizer
     optimizer = torch.optim.AdamW(

@@ -17,19 +17,23 @@ class ModelSettings:
 
     Attributes:
         path: a Hugging Face model directory or config.json; if empty, the model is described by config alone
-        config: fields of the Hugging Face configuration, model_type among them if there is no path; they replace those of path. vocab_size is the tokenizer's if not given
+        config: fields of the Hugging Face configuration, model_type among them if there is no path; they replace those of path, tables field by field. rope_scaling and rope_theta are taken for the rope_parameters that they are. vocab_size and the ids of special tokens are the tokenizer's if there is no path and they are not given
         weights: load starts from the safetensors in path, random from train.seed
+        ignore: patterns of names of tensors in path's safetensors that the model has no place for and that are not needed; * matches any characters
         dtype: of the computing; bfloat16 keeps float32 master weights
     """
 
     path: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     weights: Literal["load", "random"] = "random"
+    ignore: list[str] = field(default_factory=list)
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if not self.path and not isinstance(self.config.get("model_type"), str):
             raise SettingError("model needs a path, or a config with a model_type such as llama")
+        if self.ignore and self.weights != "load":
+            raise SettingError("model.ignore names tensors of a checkpoint, but model.weights is random; remove it")
         if self.weights == "load" and not self.path:
             raise SettingError(
                 "model.weights is load, but there is no model.path to load from; set one or choose random"
@@ -215,6 +219,7 @@ class TrainSettings:
         seed: of random weights and of the order of sequences
         evaluate_every: steps between evaluations on held-out documents; 0 evaluates at the end only
         evaluate_sequences: held-out documents of an evaluation, the first ones of a fixed order
+        export_dtype: what the Hugging Face model at the end is written in; source is what the weights in model.path are stored in, or float32, that of the master weights, if they were random
         loss_block_tokens: tokens whose logits exist at once on the last stage
         checkpoint_every: steps between checkpoints to resume from, with another at the end; 0 saves only when the run is asked to stop
         keep_checkpoints: how many of the newest are kept
@@ -230,6 +235,7 @@ class TrainSettings:
     seed: int = 0
     evaluate_every: int = 0
     evaluate_sequences: int = 16
+    export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
     loss_block_tokens: int = 1024
     checkpoint_every: int = 100
     keep_checkpoints: int = 2

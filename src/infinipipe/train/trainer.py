@@ -36,6 +36,7 @@ from infinipipe.train.job import Job, OnFirst
 from infinipipe.train.leader import Leader
 from infinipipe.train.loader import PlannedBatch, TrainingBatch, lengths_of
 from infinipipe.train.metrics import Evaluation, PlanSummary, StepRecord
+from infinipipe.train.model import open_checkpoint
 from infinipipe.train.optimizer import build_optimizer, learning_rate
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
@@ -117,7 +118,7 @@ class Trainer:
                 dtype=torch.promote_types(dtype, torch.float32),
                 device=self.job.device,
                 seed=settings.train.seed,
-                checkpoint=settings.model.path if settings.model.weights == "load" else None,
+                checkpoint=open_checkpoint(settings.model, self.config) if settings.model.weights == "load" else None,
             )
         )
         if sharding is None:
