@@ -248,6 +248,9 @@ def hub_fields(config: PretrainedConfig, architecture: str, dtype: str) -> dict[
     usual = PretrainedConfig().to_dict()
     given = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     fields = {name: value for name, value in given.items() if name not in usual or value != usual[name]}
+    # Other versions know some fields under another name only, the number of experts, say.
+    aliases = type(config).attribute_map
+    fields |= {other: fields[name] for other, name in aliases.items() if name in fields}
     rotary = fields.get("rope_parameters")
     if rotary:
         nested = config.nested_rope_parameter_keys(rotary)

@@ -89,10 +89,10 @@ def write_companions(
     fields = hub_fields(covered, architecture, provenance.dtype)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     read, meant = (_comparable(each) for each in (AutoConfig.from_pretrained(folder), covered))
-    if read != meant:
-        name = next(name for name in sorted(read.keys() | meant.keys()) if read.get(name) != meant.get(name))
+    # Fields that only older readers know are kept by newer ones, and mean nothing to them.
+    if name := next((name for name in sorted(meant) if read.get(name) != meant[name]), ""):
         raise ValueError(
-            f"the configuration cannot be written: {name} would be read as {read.get(name)}, not {meant.get(name)}"
+            f"the configuration cannot be written: {name} would be read as {read.get(name)}, not {meant[name]}"
         )
     if (run / ASSETS).is_dir():
         shutil.copytree(run / ASSETS, folder, dirs_exist_ok=True)

@@ -132,6 +132,8 @@ def open_model(settings: Settings, vocabulary: Vocabulary | None = None) -> Star
     vocabulary = vocabulary or Vocabulary(0)
     config = model_config(model, vocabulary.size, vocabulary.special)
     report: list[str] = []
+    if model.path and (changes := describe_changes(load_config(model.path), config)):
+        report.append(f"model.config changes {model.path}: {', '.join(changes)}")
     dtype = torch.float32
     if model.weights == "load":
         try:
@@ -141,14 +143,13 @@ def open_model(settings: Settings, vocabulary: Vocabulary | None = None) -> Star
                 raise
             config.tie_word_embeddings = False
             checkpoint = open_checkpoint(model, config)
-            report.append(f"warning: {error.reason}; they are trained apart, and the exported configuration says so")
-        report.insert(0, checkpoint.describe())
+            warning = f"warning: {error.reason}; they are trained apart, and the exported configuration says so"
+            report.append(warning)
+        report.append(checkpoint.describe())
         dtype = checkpoint.dtype
-    if model.path and (changes := describe_changes(load_config(model.path), config)):
-        report.insert(0, f"model.config changes {model.path}: {', '.join(changes)}")
     chosen = settings.train.export_dtype
-    if warning := _too_long(settings, config):
-        report.append(warning)
+    if too_long := _too_long(settings, config):
+        report.append(too_long)
     return StartModel(config, dtype if chosen == "source" else getattr(torch, chosen), tuple(report))
 
 

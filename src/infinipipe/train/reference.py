@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from transformers import PreTrainedModel
 
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.model import build_stage
@@ -14,18 +15,16 @@ from infinipipe.train.settings import Settings
 from infinipipe.verify.reference import plain_model, reference_step
 
 
-def plain_losses(settings: Settings, num_steps: int) -> list[float]:
+def plain_losses(settings: Settings, num_steps: int, model: PreTrainedModel | None = None) -> list[float]:
     """Losses of the first ``num_steps`` steps on the same global batches, sequence by sequence, without any pipeline.
 
-    Starts from the same weights. Optimizer, schedule and clipping are torch's own.
+    Starts from the run's weights, or from ``model``, which is trained in place. Optimizer, schedule and clipping are torch's
+    own.
     """
     torch.set_num_threads(settings.parallel.threads)
     corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
     batches = sampled_batches(corpus.train, settings)
-    config = open_model(settings, Vocabulary.of(corpus.tokenizer)).config
-    checkpoint = open_checkpoint(settings.model, config) if settings.model.weights == "load" else None
-    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=checkpoint)
-    model = plain_model(config, whole.model.state_dict(), torch.float32)
+    model = model or _model(settings, corpus)
     chosen = settings.optimizer
     optimizer = torch.optim.AdamW(
         [
@@ -53,3 +52,10 @@ def plain_losses(settings: Settings, num_steps: int) -> list[float]:
         optimizer.step()
         schedule.step()
     return losses
+
+
+def _model(settings: Settings, corpus: Corpus) -> PreTrainedModel:
+    config = open_model(settings, Vocabulary.of(corpus.tokenizer)).config
+    checkpoint = open_checkpoint(settings.model, config) if settings.model.weights == "load" else None
+    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=checkpoint)
+    return plain_model(config, whole.model.state_dict(), torch.float32)
