@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, PretrainedConfig
 
-from infinipipe.data import DataSettings
-from infinipipe.train.model import model_config
+from infinipipe.data import DataSettings, train_tokenizer
+from infinipipe.train.model import Vocabulary, model_config, open_model
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings
 
@@ -117,3 +118,116 @@ def test_stages_are_balanced_for_the_data_unless_the_settings_say() -> None:
 def test_impossible_stages_are_named(parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planner(settings_of(**parallel))
+
+
+QWEN3: dict[str, Any] = FIELDS | {
+    "model_type": "qwen3",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "max_position_embeddings": 40960,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GEMMA3: dict[str, Any] = FIELDS | {"model_type": "gemma3_text", "head_dim": 8}
+
+
+def changed(folder: Path, file: dict[str, Any], changes: dict[str, Any]) -> PretrainedConfig:
+    (folder / "config.json").write_text(json.dumps(file))
+    return model_config(ModelSettings(path=str(folder), config=changes), vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_parameters": YARN}, YARN | {"rope_theta": 1000000}),
+        ({"rope_scaling": YARN}, YARN | {"rope_theta": 1000000}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e6}, None),
+        ({"rope_theta": 5e6}, {"rope_type": "default", "rope_theta": 5e6}),
+        ({"rope_parameters": {"rope_theta": 5e6}}, {"rope_type": "default", "rope_theta": 5e6}),
+    ],
+)
+def test_rotary_changes_merge_in_any_spelling(
+    changes: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e6}
+    assert changed(tmp_path, QWEN3, changes).rope_parameters == (expected or linear)
+
+
+def test_another_rotary_type_starts_without_the_old_ones_parameters(tmp_path: Path) -> None:
+    file = QWEN3 | {"rope_scaling": YARN | {"beta_fast": 16.0}}
+    same = changed(tmp_path, file, {"rope_parameters": {"factor": 8.0}}).rope_parameters
+    assert same == YARN | {"beta_fast": 16.0, "factor": 8.0, "rope_theta": 1000000}
+    other = changed(tmp_path, file, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}).rope_parameters
+    assert other == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000}
+    none = changed(tmp_path, file, {"rope_scaling": None}).rope_parameters
+    assert none == {"rope_type": "default", "rope_theta": 1000000}
+
+
+def test_rotary_changes_of_a_family_with_two_kinds(tmp_path: Path) -> None:
+    old = changed(
+        tmp_path, GEMMA3, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5e3}
+    )
+    new = changed(
+        tmp_path,
+        GEMMA3,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 5e3},
+            }
+        },
+    )
+    assert old.rope_parameters == new.rope_parameters
+    assert new.rope_parameters["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert new.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 5e3}
+    with pytest.raises(ValueError, match="rope_parameters.factor is none of the layer types"):
+        changed(tmp_path, GEMMA3, {"rope_parameters": {"factor": 8.0}})
+
+
+def test_what_follows_from_other_fields_still_does(tmp_path: Path) -> None:
+    fewer = changed(tmp_path, QWEN3, {"num_hidden_layers": 2})
+    assert fewer.layer_types == ["full_attention"] * 2
+    assert changed(tmp_path, FIELDS, {"num_attention_heads": 2}).head_dim == 16
+    moe = {"model_type": "mixtral", "num_local_experts": 8}
+    assert changed(tmp_path, FIELDS | moe, {"num_experts": 4}).num_local_experts == 4
+
+
+def test_a_multi_modal_configuration_is_changed_in_its_language_part(tmp_path: Path) -> None:
+    file = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": GEMMA3 | {"vocab_size": 310}}
+    for changes in ({"num_hidden_layers": 2}, {"text_config": {"num_hidden_layers": 2}}):
+        config = changed(tmp_path, file, changes)
+        assert (config.model_type, config.num_hidden_layers, config.vocab_size) == ("gemma3_text", 2, 310)
+        assert config.tie_word_embeddings is False
+
+
+def test_the_report_says_what_is_changed_and_warns_of_long_sequences(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    settings = Settings(
+        model=ModelSettings(path=str(tmp_path), config={"rope_parameters": YARN, "num_hidden_layers": 2}),
+        data=DataSettings(files=["x"], max_length=65536),
+    )
+    first, second = open_model(settings).report
+    assert first.startswith(f"model.config changes {tmp_path}: ")
+    for change in ("rope_parameters.factor from none to 4.0", "rope_parameters.rope_type from default to yarn"):
+        assert change in first
+    assert "num_hidden_layers from 4 to 2" in first
+    assert "rope_theta" not in first
+    assert second.startswith(
+        "warning: data.max_length is 65536, but the model's configuration is for sequences of up to 40960"
+    )
+    fits = Settings(model=ModelSettings(path=str(tmp_path)), data=DataSettings(files=["x"], max_length=40960))
+    assert open_model(fits).report == ()
+
+
+def test_a_new_model_has_the_tokenizers_special_tokens(tmp_path: Path) -> None:
+    train_tokenizer(["some words"], tmp_path / "tokenizer", vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.add_tokens(["<further>"])
+    vocabulary = Vocabulary.of(tokenizer)
+    assert vocabulary.size == tokenizer.convert_tokens_to_ids("<further>") + 1
+    settings = Settings(model=ModelSettings(config=FIELDS), data=DataSettings(files=["x"]))
+    config = open_model(settings, vocabulary).config
+    assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (vocabulary.size, 0, None)
+    own = Settings(model=ModelSettings(config=FIELDS | {"eos_token_id": 7}), data=DataSettings(files=["x"]))
+    assert open_model(own, vocabulary).config.eos_token_id == 7
