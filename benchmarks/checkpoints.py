@@ -40,6 +40,7 @@ from infinipipe.cost import ModelShape
 from infinipipe.data import DataSettings, TokenizerSettings
 from infinipipe.data.tokenizer import train_tokenizer
 from infinipipe.model import UnsupportedModelError, meta_model
+from infinipipe.runtime.pool import WorkerPool
 from infinipipe.train.job import Job
 from infinipipe.train.loop import Run
 from infinipipe.train.model import model_config
@@ -52,7 +53,7 @@ from infinipipe.train.settings import (
     Settings,
     TrainSettings,
 )
-from infinipipe.verify import WorkerPool, self_check
+from infinipipe.verify import self_check
 
 Layout = tuple[int, int, int]
 LAYOUTS: tuple[Layout, ...] = ((1, 1, 1), (1, 3, 1), (1, 2, 2))

@@ -9,8 +9,8 @@ from typing import Any
 
 from infinipipe.data import Corpus
 from infinipipe.runtime import Batch
-from infinipipe.train.console import Console
 from infinipipe.train.assets import Provenance, keep_assets
+from infinipipe.train.console import Console
 from infinipipe.train.heartbeat import Announce
 from infinipipe.train.loader import DataLoader, TrainingBatch, make_batch, require_supervised
 from infinipipe.train.metrics import Evaluation, MetricsWriter, StepRecord
