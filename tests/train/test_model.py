@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PretrainedConfig
 
-from infinipipe.data import DataSettings, train_tokenizer
-from infinipipe.train.model import Vocabulary, model_config, open_model
+from infinipipe.data import DataSettings, TokenizerSettings, open_corpus, train_tokenizer
+from infinipipe.train.model import Vocabulary, model_config, open_model, require_rows
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings
 
@@ -231,3 +231,21 @@ def test_a_new_model_has_the_tokenizers_special_tokens(tmp_path: Path) -> None:
     assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (vocabulary.size, 0, None)
     own = Settings(model=ModelSettings(config=FIELDS | {"eos_token_id": 7}), data=DataSettings(files=["x"]))
     assert open_model(own, vocabulary).config.eos_token_id == 7
+
+
+def test_a_tokenizer_may_have_more_entries_than_the_embedding(tmp_path: Path) -> None:
+    """As long as the corpus has none of them: Gemma 3 1B is published so."""
+    train_tokenizer(["some words"], tmp_path / "trained", vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    tokenizer.add_tokens(["<further>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text("some words")
+    data = DataSettings(files=[f"{tmp_path}/*.txt"], cache=str(tmp_path / "cache"), held_out=0)
+    corpus = open_corpus(data, TokenizerSettings(path=str(tmp_path / "tokenizer")))
+    further = tokenizer.convert_tokens_to_ids("<further>")
+    require_rows(corpus, PretrainedConfig(vocab_size=further))
+    (tmp_path / "other.txt").write_text("some <further> words")
+    corpus = open_corpus(data, TokenizerSettings(path=str(tmp_path / "tokenizer")))
+    require_rows(corpus, PretrainedConfig(vocab_size=further + 1))
+    with pytest.raises(ValueError, match=f"other.txt has the token '<further>' of id {further}"):
+        require_rows(corpus, PretrainedConfig(vocab_size=further))
