@@ -205,7 +205,7 @@ def _corpus_beyond(folder: Path) -> Changes:
 FAULTS: Mapping[str, Fault] = {
     "a tensor is missing": Fault(f"no tensor '{_UP}'", lambda tensors: tensors.pop(_UP)),
     "a tensor that the model has no place for": Fault(
-        "holds 1 tensors that the model has no place for, model.layers.0.mlp.gate_bias",
+        "holds 1 tensor that the model has no place for, model.layers.0.mlp.gate_bias",
         lambda tensors: tensors.update({"model.layers.0.mlp.gate_bias": torch.ones(3)}),
     ),
     "a tensor under another name": Fault("no place for.*w_up", _rename(_UP, "model.layers.0.mlp.w_up.weight")),

@@ -132,7 +132,7 @@ def test_the_card_tells_of_data_settings_and_plans(ran: Ran) -> None:
     card = (ran.model / "README.md").read_text()
     record = json.loads((ran.output / "metrics.jsonl").read_text().splitlines()[0])
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "Trained for 1 steps, started from the weights of `source-model`; written in bfloat16." in card
+    assert "Trained for 1 step, started from the weights of `source-model`; written in bfloat16." in card
     assert "* 6 documents in 6 files" in card
     assert f"| tokens | {record['tokens']:,} |" in card
     assert f"| slices of the most finely cut sequence | {record['plan']['most_slices']} |" in card

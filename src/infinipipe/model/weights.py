@@ -185,8 +185,8 @@ class Checkpoint:
                 self._leave("of no use to the family", name)
         if strange := sorted(info.unexpected_keys, key=dot_natural_key):
             raise ValueError(
-                f"{self.directory} holds {len(strange)} tensors that the model has no place for, {_some(strange)}; is "
-                "config.json of this checkpoint? If they are not needed, name them in model.ignore"
+                f"{self.directory} holds {len(strange)} tensor{'s' * (len(strange) > 1)} that the model has no place for, "
+                f"{_some(strange)}; check that config.json is of this checkpoint, or name what is not needed in model.ignore"
             )
 
     def _try(self, group: _Group, own: Mapping[str, Tensor]) -> bool:

@@ -22,7 +22,7 @@ def model_card(
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {kind}\n- infinipipe\n---",
         f"# A {kind} model trained with InfiniPipe",
-        f"Trained for {step} steps, {start}; written in {provenance.dtype}.",
+        f"Trained for {step} step{'s' * (step > 1)}, {start}; written in {provenance.dtype}.",
         "## Data\n\n" + "\n".join(f"* {line}" for line in provenance.corpus),
     ]
     if steps:
