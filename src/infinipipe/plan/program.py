@@ -182,10 +182,11 @@ class Program:
     @cached_property
     def recomputes(self) -> Booleans:
         """(actions,) whether each computes again first what the forward has dropped: of a chunk at a part, the first that does."""
-        numbers = np.flatnonzero(self.rows("recomputes"))
-        _, first = np.unique(self.part[numbers] * len(self.chunks) + self.chunk[numbers], return_index=True)
+        numbers = np.flatnonzero(self.rows("recomputes"))[::-1]
+        first = np.full(self.num_parts * len(self.chunks), -1)
+        first[self.part[numbers] * len(self.chunks) + self.chunk[numbers]] = numbers
         result = np.zeros(self.num_actions, np.bool_)
-        result[numbers[first]] = True
+        result[first[first >= 0]] = True
         return result
 
     def by_kind(self, table: Callable[[str], NDArray[np.float64]]) -> NDArray[np.float64]:
