@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.model.backends import CpuAttention, CudaAttention, Segments, _offsets, get_backend
+from infinipipe.model import backends
+from infinipipe.model.backends import CpuAttention, CudaAttention, Segments, _offsets, get_backend, register_backend
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
@@ -129,3 +130,19 @@ def test_devices_without_a_kernel_are_refused() -> None:
         get_backend(torch.device("cuda"), torch.float32, scale=1.0)
     with pytest.raises(ValueError, match="'meta'"):
         get_backend(torch.device("meta"), torch.float32, scale=1.0)
+
+
+def test_a_registered_backend_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_BACKENDS", dict(backends._BACKENDS))
+
+    @register_backend("meta")
+    class Half(CpuAttention):
+        dtypes = (torch.float16,)
+
+    assert isinstance(get_backend(torch.device("meta"), torch.float16, scale=1.0), Half)
+    with pytest.raises(
+        ValueError, match="attention on meta needs a dtype of float16, got torch.float32; set model.dtype"
+    ):
+        get_backend(torch.device("meta"), torch.float32, scale=1.0)
+    assert register_backend("cpu")(Half) is Half
+    assert isinstance(get_backend(torch.device("cpu"), torch.float16, scale=0.5, window=3), Half)

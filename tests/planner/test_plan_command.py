@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from infinipipe.cli.plan import PlanOptions, read_cost, run
-from infinipipe.cost import save_cost
+from infinipipe.cost import AnalyticCost, save_cost
 from infinipipe.cost.presets import preset
 from infinipipe.data import DataSettings, TokenizerSettings, open_corpus
 from infinipipe.plan import PlanError, load
@@ -59,8 +59,10 @@ def test_a_chunk_of_a_configuration_costs_what_it_does_in_training(tmp_path: Pat
     config = str(write_config(tmp_path, vocab_size=100))
     seconds = PlanSettings.chunk_seconds
     assert f"configuration {seconds:g}, as in training" in (PlanOptions.__doc__ or "")
-    assert read_cost(PlanOptions("lengths.txt", config), [100]).chunk_seconds() == pytest.approx(seconds)
-    assert read_cost(PlanOptions("lengths.txt", config, chunk_seconds=0.0), [100]).chunk_seconds() == 0
+    for given, expected in ((None, seconds), (0.0, 0.0)):
+        cost = read_cost(PlanOptions("lengths.txt", config, chunk_seconds=given), [100])
+        assert isinstance(cost, AnalyticCost)
+        assert cost.chunk_seconds() == pytest.approx(expected)
 
 
 def test_options_that_a_cost_model_does_not_heed_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from jsonargparse import ArgumentParser
 
+from infinipipe.plan.loading import is_reference
 from infinipipe.settings import SettingError
 
 Options = TypeVar("Options")
@@ -31,10 +32,14 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
 
 
 def require_not_input(output: str | None, inputs: Iterable[str | Path | None]) -> None:
-    """Raise ``SettingError`` if writing ``output`` would replace one of the files that a command reads."""
+    """Raise ``SettingError`` if writing ``output`` would replace one of the files that a command reads.
+
+    Of ``path/to/file.py:function`` that is the file.
+    """
     if output is None or Path(output).is_dir():
         return
-    if Path(output).resolve() in {Path(path).resolve() for path in inputs if path is not None}:
+    read = {str(path).rpartition(":")[0] if is_reference(str(path)) else path for path in inputs if path is not None}
+    if Path(output).resolve() in {Path(path).resolve() for path in read}:
         raise SettingError(f"output {output} is a file that is read; name another file")
 
 

@@ -14,10 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
-from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes, typical_length
+from infinipipe.cost import (
+    AnalyticCost,
+    CostError,
+    CostModel,
+    ModelShape,
+    balanced_stages,
+    flop_cost,
+    state_bytes,
+    typical_length,
+)
 from infinipipe.cost.files import load_cost
+from infinipipe.cost.loading import load_model
 from infinipipe.cost.presets import preset, preset_names
 from infinipipe.plan import ChunkKind, Placement, Plan, PlanError, cut_sequences, num_splits, placement_named, save
+from infinipipe.plan.loading import is_reference
 from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
@@ -37,7 +48,7 @@ class PlanOptions:
 
     Attributes:
         lengths: sequence lengths: a file with one a line, a JSON list, a NumPy array, or the folder of a tokenized corpus.
-        model: a preset such as 7b-a100, a cost file, or a Hugging Face config.json or its folder.
+        model: a preset such as 7b-a100, a cost file, a Hugging Face config.json or its folder, or a cost model of one's own as path/to/file.py:function.
         stages: pipeline stages; the parts of a Hugging Face configuration take equal time, those of a preset equally many layers; 4 if not given, or those of the cost file, which has no others.
         placement: which parts of the model (virtual stages) lie on which stage: plain, one on each; interleaved, part k on stage k mod stages; v, there and back; that of the cost file, which has no other.
         parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2.
@@ -98,8 +109,7 @@ class PlanOptions:
         if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
             raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
         read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
-        files = (name.rpartition(":")[0] or None for name in (self.planner, self.schedule))
-        require_not_input(self.output, (*read, *files))
+        require_not_input(self.output, (*read, self.planner, self.schedule))
 
     @property
     def placed(self) -> Placement:
@@ -130,6 +140,10 @@ def run(arguments: Sequence[str]) -> int:
     options = parse_options(PlanOptions, "plan", "Plan one step over sequences of given lengths.", arguments)
     lengths = batch_lengths(options)
     cost = read_cost(options, lengths)
+    if options.compare and not isinstance(cost, AnalyticCost):
+        raise PlanError(
+            f"compare sets planners beside the ideal step, which the cost model {options.model} does not know; omit --compare"
+        )
     settings = options.planner_settings()
     plan = plan_step(lengths, cost, settings)
     console = Console(highlight=False)
@@ -137,19 +151,23 @@ def run(arguments: Sequence[str]) -> int:
     if options.output is not None:
         save(plan, options.output)
         console.print(f"plan written to {options.output}")
-    if options.compare:
+    if options.compare and isinstance(cost, AnalyticCost):
         if options.replicas > 1:
             console.print("planners are compared on the whole batch as one replica")
         print_comparison(console, compare(lengths, cost, settings, context=options.context))
     return 0
 
 
-def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
+def read_cost(options: PlanOptions, lengths: Sequence[int]) -> CostModel:
     """The cost model that ``options.model`` names, for a step over ``lengths``.
 
-    Raises ``CostError``, also for an option that such a model does not heed.
+    Raises ``CostError``, also for an option that such a model does not heed, and ``PlanError`` for one of the user's own that will not do.
     """
     path, placement = Path(options.model), options.placed
+    if is_reference(options.model):
+        for name in ("sequence_parallel", "chunk_seconds", "flops_per_second"):
+            _require_unset(options, name, f"cost model {options.model}")
+        return load_model(options.model, placement)
     sequence_parallel = options.sequence_parallel or SEQUENCE_PARALLEL
     if options.model in preset_names():
         _require_unset(options, "flops_per_second", f"preset {options.model}")
@@ -197,7 +215,7 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> AnalyticCost:
 
 def _require_unset(options: PlanOptions, name: str, model: str) -> None:
     if getattr(options, name) is not None:
-        raise CostError(f"{name} is {getattr(options, name)}, but the {model} has times of its own; omit --{name}")
+        raise CostError(f"{name} is {getattr(options, name)}, but the {model} has its own; omit --{name}")
 
 
 def batch_lengths(options: PlanOptions) -> list[int]:
@@ -210,7 +228,7 @@ def batch_lengths(options: PlanOptions) -> list[int]:
 
 
 def summarise(
-    console: Console, plan: Plan, cost: AnalyticCost, settings: PlannerSettings, context: int | None = None
+    console: Console, plan: Plan, cost: CostModel, settings: PlannerSettings, context: int | None = None
 ) -> None:
     """Print what the plan is made of, what its step takes and what memory it needs."""
     for index, (replica, simulation) in enumerate(zip(plan.replicas, simulate_plan(plan, cost), strict=True)):
@@ -228,10 +246,13 @@ def summarise(
         if not replica.chunks:
             continue
         lengths = [plan.lengths[i] for i in sorted({s.sequence for chunk in replica.chunks for s in chunk.slices})]
-        ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
+        over_ideal = ""
+        if isinstance(cost, AnalyticCost):
+            ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
+            over_ideal = f", {simulation.makespan / ideal:.3f} of the ideal"
         recompute = sum(stage.recompute for stage in simulation.stages) / len(simulation.stages)
         console.print(
-            f"step {simulation.makespan:.3f} s, {simulation.makespan / ideal:.3f} of the ideal; "
+            f"step {simulation.makespan:.3f} s{over_ideal}; "
             f"bubble {simulation.bubble_fraction:.1%}, recompute {recompute / simulation.makespan:.1%}"
         )
         table = Table(box=None, padding=(0, 2, 0, 0))

@@ -20,7 +20,7 @@ class RehearseOptions:
 
     Attributes:
         plan: the plan file; at most 16 stages.
-        cost: a cost file, or the name of a preset such as 7b-a100.
+        cost: a cost file, the name of a preset such as 7b-a100, or a cost model of one's own as path/to/file.py:function.
         sequence_parallel: devices of a stage, for a preset.
         replica: the data-parallel replica to rehearse; the slowest if not given.
         speed: how many times faster than modelled to run.

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
-from infinipipe.cost.analytic import AnalyticCost
+from infinipipe.cost import AnalyticCost, CostModel
 from infinipipe.cost.files import load_cost
+from infinipipe.cost.loading import load_model
 from infinipipe.cost.presets import preset
 from infinipipe.plan import Plan, load
+from infinipipe.plan.loading import is_reference
 from infinipipe.settings import SettingError, require_above, require_range
 from infinipipe.simulate import Simulation, simulate_plan
 from infinipipe.timeline import save
@@ -26,7 +28,7 @@ class SimulateOptions:
 
     Attributes:
         plan: the plan file.
-        cost: a cost file, or the name of a preset such as 7b-a100.
+        cost: a cost file, the name of a preset such as 7b-a100, or a cost model of one's own as path/to/file.py:function.
         memory_budget: GiB that no device may exceed; noted in the timeline and compared with the peaks.
         sequence_parallel: devices of a stage, for a preset.
         replica: the data-parallel replica to show; the slowest if not given.
@@ -66,15 +68,17 @@ def run(arguments: Sequence[str]) -> int:
         for index, simulation in enumerate(simulations):
             console.print(f"replica {index}: {readable_seconds(simulation.makespan)}")
     _report(console, simulations[shown])
-    if cost.optimizer:
+    if isinstance(cost, AnalyticCost) and cost.optimizer:
         console.print(f"optimizer step, after it: {readable_seconds(cost.optimizer_seconds)}")
     if options.output is not None:
         console.print(f"timeline written to {options.output}; 'infinipipe timeline {options.output}' draws it")
     return 0
 
 
-def named_cost(name: str, plan: Plan, sequence_parallel: int) -> AnalyticCost:
-    """The cost file of that name, or the preset over the plan's stages. Raises ``CostError``."""
+def named_cost(name: str, plan: Plan, sequence_parallel: int) -> CostModel:
+    """The cost file of that name, the preset over the plan's stages, or the user's own. Raises ``CostError``, ``PlanError``."""
+    if is_reference(name):
+        return load_model(name, plan.placement)
     if Path(name).suffix or Path(name).exists():
         return load_cost(name)
     return preset(name, plan.stage_layers, sequence_parallel=sequence_parallel, placement=plan.placement)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ class AttentionBackend(ABC):
     """A layer's causal attention over packed segments, forward and backward.
 
     Attributes:
+        dtypes: those that the kernel takes; all if empty.
         scale: factor of a query's products with keys.
         window: the most keys that a query attends to, the last of those that it may; ``None`` for all.
     """
 
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     scale: float
     window: int | None
 
@@ -49,6 +51,21 @@ class AttentionBackend(ABC):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; those of keys and values may be in float32 for lower precisions."""
+
+
+Backend = TypeVar("Backend", bound=AttentionBackend)
+
+_BACKENDS: dict[str, type[AttentionBackend]] = {}
+
+
+def register_backend(device_type: str) -> Callable[[type[Backend]], type[Backend]]:
+    """Compute attention on devices of that type with a class, in place of what was registered for them before, in this process."""
+
+    def register(backend: type[Backend]) -> type[Backend]:
+        _BACKENDS[device_type] = backend
+        return backend
+
+    return register
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -122,6 +139,7 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(total)
 
 
+@register_backend("cpu")
 class CpuAttention(AttentionBackend):
     """PyTorch's CPU flash kernel.
 
@@ -208,8 +226,11 @@ class CpuAttention(AttentionBackend):
         return dq.to(q.dtype), dk, dv
 
 
+@register_backend("cuda")
 class CudaAttention(AttentionBackend):
-    """The flash kernel behind ``torch.nn.attention.varlen``: one call for all segments. Needs float16 or bfloat16."""
+    """The flash kernel behind ``torch.nn.attention.varlen``: one call for all segments."""
+
+    dtypes = (torch.bfloat16, torch.float16)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -250,10 +271,12 @@ def get_backend(
     device: torch.device, dtype: torch.dtype, *, scale: float, window: int | None = None
 ) -> AttentionBackend:
     """The backend for tensors of that device and dtype. Raises ``ValueError`` where there is none."""
-    if device.type == "cpu":
-        return CpuAttention(scale, window)
-    if device.type == "cuda":
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"attention on CUDA needs a dtype of bfloat16 or float16, got {dtype}; set model.dtype")
-        return CudaAttention(scale, window)
-    raise ValueError(f"there is no attention for devices of type {device.type!r}; use cpu or cuda")
+    backend = _BACKENDS.get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"there is no attention for devices of type {device.type!r}; use one of {', '.join(sorted(_BACKENDS))}"
+        )
+    if backend.dtypes and dtype not in backend.dtypes:
+        named = " or ".join(str(own).removeprefix("torch.") for own in backend.dtypes)
+        raise ValueError(f"attention on {device.type} needs a dtype of {named}, got {dtype}; set model.dtype")
+    return backend(scale, window)

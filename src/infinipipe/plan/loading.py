@@ -1,4 +1,4 @@
-"""Functions of a user's own, from Python files: ``path/to/file.py:function`` names a schedule or a planner."""
+"""Functions of a user's own, from Python files: ``path/to/file.py:function`` names a schedule, a planner or a cost model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from infinipipe.plan.types import PlanError
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name is of the form ``path/to/file.py:function``."""
+    return name.rpartition(":")[0].endswith(".py")
 
 
 def load_function(reference: str, what: str) -> Callable[..., Any]:
