@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ runs."""
+"""What README.md and docs/ show runs: every command, every piece of Python, every file and every patch, in order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+from infinipipe.cli.train import read_settings
+from infinipipe.model import backends
+from infinipipe.plan import schedules
+from infinipipe.planner import registry
+
+from .documents import DOCUMENTS, ROOT, Block, blocks, prose
+
 SMALL_PROFILE = "--longest 128 --capacity 64 --smallest 16 --max_slices 4 --plans 8 --repeats 1"
 SMALL_MODEL = {
     "num_hidden_layers": 2,
@@ -26,17 +32,12 @@ SMALL_MODEL = {
     "vocab_size": 64,
 }
 DRY_MAKE = ("make", "--dry-run", "--no-print-directory", "--assume-old=.venv/.installed")
+PATCHED = "src"
+"""Where in the folder a document's patch finds the package."""
 PROGRAMS = ("make", "infinipipe", "python", "torchrun", "srun", "pip")
 
 
-def commands(document: Path) -> list[str]:
-    """The lines of a document's ``sh`` blocks, continued lines joined."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-
-WITH_COMMANDS = [document for document in DOCUMENTS if commands(document)]
+WITH_BLOCKS = [document for document in DOCUMENTS if blocks(document)]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder as that in which a document is read: what its Python imports and registers is gone afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    for module, name in ((schedules, "_SCHEDULES"), (registry, "_PLANNERS"), (backends, "_BACKENDS")):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
+    shutil.rmtree(folder / PATCHED, ignore_errors=True)
+
+
 def execute(words: list[str], folder: Path, seconds: float = 200) -> subprocess.CompletedProcess[str]:
-    """Run a command with this environment's programs in front."""
+    """Run a command with this environment's programs, and a patched package, in front."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    environment = outer | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = outer | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(folder / PATCHED),
+    }
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -76,21 +95,45 @@ def shorten(words: list[str], folder: Path) -> list[list[str]]:
     return [words]
 
 
-@pytest.mark.parametrize("document", WITH_COMMANDS, ids=[document.name for document in WITH_COMMANDS])
-def test_the_commands_of_a_document_run(document: Path, folder: Path) -> None:
-    for command in commands(document):
+def run_commands(block: Block, folder: Path) -> None:
+    for command in block.commands:
         words = shlex.split(command)
-        assert words[0] in PROGRAMS, f"{document.name}: {command} names a program that no test knows"
+        assert words[0] in PROGRAMS, f"{command} names a program that no test knows"
         for run in shorten(words, folder):
             finished = execute(run, folder)
-            assert finished.returncode == 0, f"{document.name}: {command}\n{finished.stdout}\n{finished.stderr}"
+            assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
 
 
-def test_no_command_stands_outside_of_a_block() -> None:
+def apply_patch(block: Block, folder: Path) -> None:
+    """Change a copy of the package, which commands find from then on."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src" / "infinipipe", folder / PATCHED / "infinipipe", ignore=ignored)
+    command = ["git", "apply", "-C1", "-"]
+    done = subprocess.run(command, cwd=folder, input=block.text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", WITH_BLOCKS, ids=[document.stem for document in WITH_BLOCKS])
+def test_what_a_document_shows_runs(document: Path, reader: Path) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(document):
+        if block.file:
+            (reader / block.file).write_text(block.text)
+        if block.file.endswith(".toml"):
+            read_settings([block.file])
+        elif block.language == "sh":
+            run_commands(block, reader)
+        elif block.language == "diff":
+            apply_patch(block, reader)
+        elif block.language == "python" and not block.file:
+            at_its_line = "\n" * (block.line - 1) + block.text
+            exec(compile(at_its_line, str(document), "exec"), names)
+
+
+def test_no_code_stands_outside_of_a_block() -> None:
     for document in DOCUMENTS:
-        text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for line in text.splitlines():
-            assert not re.match(rf"    ({'|'.join(PROGRAMS)}) ", line), f"{document.name}: {line}"
+        for line in prose(document).splitlines():
+            assert not re.match(rf"    ({'|'.join(PROGRAMS)}|from|import) ", line), f"{document.name}: {line}"
 
 
 def test_make_train_runs_the_example_and_leaves_what_the_readme_says(tmp_path: Path) -> None:
