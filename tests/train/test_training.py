@@ -142,7 +142,7 @@ def _children(parent: int) -> list[int]:
 
 def test_documented_commands_train_and_resume_in_another_layout(config: Path) -> None:
     output = config.parent / "documented"
-    alone, joined = commands(DOCUMENT)
+    alone, _, joined = commands(DOCUMENT)
     assert alone[:3] == ["infinipipe", "train", "config.yaml"]
     begun = train(config, *alone[3:], "--train.stop_after", "1", output=output.name)
     assert (begun.code, begun.err) == (0, "")
@@ -156,6 +156,15 @@ def test_documented_commands_train_and_resume_in_another_layout(config: Path) ->
     assert "step 2/2" in done.stdout
     assert (output / "checkpoint" / "config.json").is_file()
     assert (output / "metrics.jsonl").read_text().count('"kind": "step"') == 2
+
+
+def test_the_documented_command_trains_with_several_parts_on_each_stage(config: Path) -> None:
+    _, placed, _ = commands(DOCUMENT)
+    assert placed[:3] == ["infinipipe", "train", "config.yaml"]
+    four_layers = ("--model.config.num_hidden_layers", "4")
+    done = train(config, *placed[3:], *four_layers, "--train.stop_after", "1", output="placed")
+    assert (done.code, done.err) == (0, "")
+    assert "step 1/1" in done.out
 
 
 def commands(document: Path) -> list[list[str]]:
