@@ -59,6 +59,20 @@ def test_a_cost_file_and_a_replica_can_be_named(
     assert "optimizer step, after it: 2.00 s" in printed
 
 
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    chunks = tuple(Chunk(whole(LENGTHS, [i])) for i in range(4))
+    replica = build_replica([Pipeline(chunks)], 2, schedule="zero-bubble", recompute=[[16] * 4] * 2)
+    save(Plan((16, 16), LENGTHS, (replica,)), tmp_path / "plan.json")
+    assert run([str(tmp_path / "plan.json"), "7b-a100", "--memory_budget", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("over budget") == 2
+    assert all(word in printed for word in ("weight", "GiB"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

@@ -113,11 +113,11 @@ def _report(console: Console, simulation: Simulation) -> None:
 COLUMNS = {
     "forward": "forward",
     "backward": "backward",
-    "weight": "weight\ngradients",
+    "weight": "weight\ngrads",
     "recompute": "recom-\npute",
     "communication": "exposed\nmessages",
     "warmup_bubble": "warm-up\nbubble",
     "steady_bubble": "steady\nbubble",
-    "cooldown_bubble": "cool-down\nbubble",
+    "cooldown_bubble": "cool-\ndown\nbubble",
 }
 """Heading of every share of a stage's time."""
