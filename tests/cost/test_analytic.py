@@ -160,8 +160,11 @@ def test_stages_are_even_with_lighter_ends() -> None:
         flop_cost(SHAPE, (2, 2))
 
 
-def test_halves_of_a_backward_add_up_to_it() -> None:
-    cost = make_cost()
+@pytest.mark.parametrize("sequence_parallel", [1, 8])
+def test_halves_of_a_backward_add_up_to_it(sequence_parallel: int) -> None:
+    """Its all-to-alls, dear here, are all in the first half."""
+    link = Link(latency=1e-3, seconds_per_byte=1e-9)
+    cost = dataclasses.replace(make_cost(), sequence_parallel=sequence_parallel, all_to_all=link)
     for chunk in CHUNKS:
         for part in range(3):
             whole, first, second = (
@@ -172,7 +175,7 @@ def test_halves_of_a_backward_add_up_to_it() -> None:
     measured = dataclasses.replace(cost, backward_weight=PassTime(pair=0.0, token=1e-5, chunk=1e-5))
     chunk = CHUNKS[3]
     second = measured.pass_seconds("backward_weight", chunk, 0)
-    assert second == pytest.approx(2 * (80e-5 + 1e-5))
+    assert second == pytest.approx(2 * (80e-5 / sequence_parallel + 1e-5))
     assert measured.pass_seconds("backward_input", chunk, 0) + second == pytest.approx(
         cost.pass_seconds("backward", chunk, 0)
     )

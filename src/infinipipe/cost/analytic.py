@@ -243,8 +243,10 @@ class AnalyticCost:
         seconds = (self.forward.pair + self.backward.pair) / self.sequence_parallel
         return {window: seconds * count for window, count in self.window_counts.items()}
 
-    def layers_seconds(self, pass_time: PassTime, features: Features[Number], layers: float) -> Number:
-        """Seconds of one pass of ``layers`` layers, all-to-alls included (Eq. 1-4)."""
+    def layers_seconds(
+        self, pass_time: PassTime, features: Features[Number], layers: float, *, exchanges: bool = True
+    ) -> Number:
+        """Seconds of one pass of ``layers`` layers, with its all-to-alls if it ``exchanges`` tokens for heads (Eq. 1-4)."""
         share = 1 / self.sequence_parallel
         per_layer = (
             pass_time.pair * features.pairs + pass_time.token * features.tokens + pass_time.slice * features.slices
@@ -257,13 +259,17 @@ class AnalyticCost:
             per_layer = per_layer + pass_time.short * np.maximum(
                 pass_time.full - features.tokens * share, features.tokens * 0.0
             )
-        if self.sequence_parallel > 1:
+        if self.sequence_parallel > 1 and exchanges:
             sent = self.all_to_all_bytes / self.sequence_parallel * self.all_to_all.seconds_per_byte
             per_layer = per_layer + sent * features.tokens + self.all_to_alls * self.all_to_all.latency
         return per_layer * layers
 
-    def part_seconds(self, pass_time: PassTime, features: Features[Number], part: int) -> Number:
-        """Seconds of one pass of a part without recompute."""
+    def part_seconds(self, column: str, features: Features[Number], part: int) -> Number:
+        """Seconds of an action at a part without recompute; ``column`` is one of ``COLUMNS``.
+
+        Weights' gradients need no tokens of other devices: the all-to-alls of a backward are all in its first half.
+        """
+        pass_time, exchanges = self.times[column], column != "backward_weight"
         per_token, per_chunk = 0.0, pass_time.stage
         if part == 0:
             per_token += pass_time.embedding_token
@@ -271,7 +277,7 @@ class AnalyticCost:
         if part == self.num_parts - 1:
             per_token += pass_time.head_token
             per_chunk += pass_time.head_chunk
-        layers = self.layers_seconds(pass_time, features, self.stage_layers[part])
+        layers = self.layers_seconds(pass_time, features, self.stage_layers[part], exchanges=exchanges)
         return layers + features.tokens * (per_token / self.sequence_parallel) + per_chunk
 
     def activation(self, features: Features[Number], part: int) -> Number:
@@ -384,7 +390,7 @@ class AnalyticCost:
         return mean_features({window: chunk_features(chunk, window) for window in windows or (0,)}, windows)
 
     def pass_seconds(self, column: str, chunk: Chunk, part: int) -> float:
-        return self.part_seconds(self.times[column], self._mean_features(chunk, self.layer_windows[part]), part)
+        return self.part_seconds(column, self._mean_features(chunk, self.layer_windows[part]), part)
 
     def recompute_seconds(self, chunk: Chunk, part: int, layers: int) -> float:
         features = self._mean_features(chunk, self.layer_windows[part][:layers])
@@ -438,7 +444,7 @@ class AnalyticCost:
             return np.stack([function(part) for part in parts])
 
         def seconds(column: str) -> FloatArray:
-            return rows(lambda part: self.part_seconds(self.times[column], means[part], part))
+            return rows(lambda part: self.part_seconds(column, means[part], part))
 
         def transient(column: str, kept: Sequence[int]) -> FloatArray:
             return rows(lambda part: self.transient(column, widest[part], part, kept=kept[part]))
