@@ -6,7 +6,6 @@ forward runs, with its own rotary embeddings and habits per layer type.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infinipipe.model.attention import IMPLEMENTATION, ChunkContext
 from infinipipe.model.config import UnsupportedModelError
 from infinipipe.model.linear import AccumulatingLinear
 from infinipipe.model.loss import LossHead, LossTarget
-from infinipipe.model.weights import Checkpoint
+from infinipipe.model.weights import Checkpoint, meta_model, name_of
 
 
 class _Absent(nn.Module):
@@ -219,19 +218,12 @@ def build_stage(
     their own. Raises ``UnsupportedModelError`` for an architecture without the usual parts, ``ValueError`` for a checkpoint that
     lacks some.
     """
-    config = copy.deepcopy(config)
     own = (parts,) if isinstance(parts, int) else tuple(parts)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"{config.model_type} cannot be built as a causal language model: {error}"
-        ) from None
+    model = meta_model(config, attn_implementation=IMPLEMENTATION)
     _check_parts(model, config)
     embedding = model.get_input_embeddings()
     embedding_name, head_name = (
-        f"{_name_of(model, module)}.weight" for module in (embedding, model.get_output_embeddings())
+        f"{name_of(model, module)}.weight" for module in (embedding, model.get_output_embeddings())
     )
     has_embedding, has_head = 0 in own, len(stage_layers) - 1 in own
     _trim(model, stage_layers, own)
@@ -254,10 +246,6 @@ def build_stage(
     stage.to(device)
     stage.train()
     return stage
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, candidate in model.named_modules() if candidate is module)
 
 
 def _check_parts(model: PreTrainedModel, config: PretrainedConfig) -> None:

@@ -39,12 +39,15 @@ _ACTIVATION_SCALES = ("*.activation_scale", "*.input_scale")
 _NAMED_AT_MOST = 3
 
 
-def meta_model(config: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """The whole model without storage. Raises ``UnsupportedModelError`` if there is no causal language model of the kind."""
+def meta_model(config: PretrainedConfig, kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    """The whole model without storage. Raises ``UnsupportedModelError`` if there is no causal language model of the kind.
+
+    ``options`` are those of transformers' ``from_config``.
+    """
     make: Callable[..., PreTrainedModel] = getattr(kind, "from_config", None) or kind._from_config
     try:
         with torch.device("meta"):
-            return make(copy.deepcopy(config))
+            return make(copy.deepcopy(config), **options)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be built as a causal language model: {error}"
@@ -264,7 +267,7 @@ class Checkpoint:
         theirs, ours = self._layout, self._model
         pairs = [(model.get_decoder(), model.get_output_embeddings()) for model in (theirs, ours)]
         return {
-            f"{_name_of(theirs, their_part)}.": f"{_name_of(ours, our_part)}."
+            f"{name_of(theirs, their_part)}.": f"{name_of(ours, our_part)}."
             for their_part, our_part in zip(*pairs, strict=True)
             if their_part is not None
         }
@@ -355,7 +358,8 @@ def _layer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _name_of(model: nn.Module, module: nn.Module) -> str:
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """The name that a module has in a model."""
     return next(name for name, candidate in model.named_modules() if candidate is module)
 
 
