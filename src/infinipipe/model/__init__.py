@@ -9,6 +9,7 @@ from infinipipe.model.config import (
     describe_changes,
     hub_fields,
     load_config,
+    model_fields,
     text_config,
 )
 from infinipipe.model.kv_store import KVStore
@@ -43,6 +44,7 @@ __all__ = [
     "hub_fields",
     "load_config",
     "meta_model",
+    "model_fields",
     "settle",
     "text_config",
     "ulysses_degree",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     tied = bool(getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
     if text.model_type in _TEXT_MODELS:
         kind, fixed = _TEXT_MODELS[text.model_type]
-        known = AutoConfig.for_model(kind).to_dict().keys() - _OF_A_FILE
+        known = AutoConfig.for_model(kind).to_dict().keys() - _OF_A_FILE - {"model_type"}
         fields = {name: value for name, value in text.to_dict().items() if name in known}
         rotary = {key: value for key, value in fields["rope_parameters"].items() if key not in _IMAGE_POSITIONS}
         text = AutoConfig.for_model(kind, **fields | {"rope_parameters": rotary} | fixed)
@@ -88,7 +89,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-_OF_A_FILE = {"model_type", "transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path"}
+_OF_A_FILE = {"transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path"}
 """Fields that say something about a file, not about the model."""
 _OLD_ROTARY = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 _WHATEVER_THE_TYPE = ("rope_theta", "partial_rotary_factor")
@@ -130,7 +131,7 @@ def changed_config(config: PretrainedConfig, given: Mapping[str, Any], changes: 
 
 def _given_fields(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``config`` that make it anew: those that its file gives, if these do, else all."""
-    everything = {name: value for name, value in config.to_dict().items() if name not in _OF_A_FILE}
+    everything = {name: value for name, value in config.to_dict().items() if name not in _OF_A_FILE | {"model_type"}}
     always = {"rope_parameters", "tie_word_embeddings"}
     spelled = {name: value for name, value in everything.items() if name in given or name in always}
     again = AutoConfig.for_model(config.model_type, **copy.deepcopy(spelled)).to_dict()
@@ -194,13 +195,18 @@ def _merged_rotary(current: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     return {**current, **changes}
 
 
+def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a configuration's fields that describe the model, as they come back from JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(fields)))
+    return {name: value for name, value in found.items() if name not in _OF_A_FILE}
+
+
 def describe_changes(before: PretrainedConfig, after: PretrainedConfig) -> list[str]:
     """Every field that differs, with both values, such as ``rope_parameters.factor from none to 4.0``."""
-    old, new = (dict(_flat(config.to_dict())) for config in (before, after))
-    names = [name for name in sorted(old.keys() | new.keys()) if name.split(".")[0] not in _OF_A_FILE]
+    old, new = (dict(_flat(model_fields(config.to_dict()))) for config in (before, after))
     return [
         f"{name} from {_shown(old.get(name))} to {_shown(new.get(name))}"
-        for name in names
+        for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig
 
-from infinipipe.model import HubLayout, Stage, covering, hub_fields
+from infinipipe.model import HubLayout, Stage, covering, hub_fields, model_fields
 from infinipipe.model.shards import write_index, write_shard
 from infinipipe.runtime import Mesh, Parameters
 from infinipipe.train.assets import ASSETS, Provenance
@@ -88,7 +88,7 @@ def write_companions(
     covered = covering(config, provenance.longest)
     fields = hub_fields(covered, architecture, provenance.dtype)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    read, meant = (_comparable(each) for each in (AutoConfig.from_pretrained(folder), covered))
+    read, meant = (model_fields(each.to_dict()) for each in (AutoConfig.from_pretrained(folder), covered))
     # Fields that only older readers know are kept by newer ones, and mean nothing to them.
     if name := next((name for name in sorted(meant) if read.get(name) != meant[name]), ""):
         raise ValueError(
@@ -98,13 +98,6 @@ def write_companions(
         shutil.copytree(run / ASSETS, folder, dirs_exist_ok=True)
     card = model_card(provenance, config.model_type, step, settings, read_records(run, step))
     (folder / CARD).write_text(card)
-
-
-def _comparable(config: PretrainedConfig) -> dict[str, object]:
-    """The fields of a configuration that describe the model, as they come back from JSON."""
-    of_a_file = {"transformers_version", "dtype", "architectures", "_name_or_path"}
-    fields: dict[str, object] = json.loads(json.dumps(config.to_dict()))
-    return {name: value for name, value in fields.items() if name not in of_a_file}
 
 
 def _written(directory: Path, work: Callable[[], T]) -> T:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 
 from infinipipe.cost import typical_length
 from infinipipe.data import Corpus, open_corpus
+from infinipipe.model import model_fields
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
 from infinipipe.train.environment import ProcessEnvironment
@@ -218,7 +219,7 @@ class Run:
         else:
             path = Path(resume)
             manifest = read_manifest(path)
-        _check_model(path, manifest, trainer.config.to_dict())
+        _check_model(path, model_fields(manifest.config), model_fields(trainer.config.to_dict()))
         self._console.say(f"resuming after step {manifest.step} from {path}, written by {manifest.layout}")
         return _Start(manifest.step, manifest.position, path)
 
@@ -241,18 +242,11 @@ class Run:
         return corpus
 
 
-def _check_model(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:
+def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if a checkpoint is of another model."""
-    ignored = {"transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path"}
-    for name in sorted((config.keys() | manifest.config.keys()) - ignored):
-        ours, theirs = _plain(config.get(name)), manifest.config.get(name)
-        if ours != theirs:
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
             raise CheckpointError(
-                f"the checkpoint {path} is of another model: its {name} is {theirs}, not {ours}; name another train.output, "
-                "or set train.resume to never"
+                f"the checkpoint {path} is of another model: its {name} is {saved.get(name)}, not {ours.get(name)}; name "
+                "another train.output, or set train.resume to never"
             )
-
-
-def _plain(value: Any) -> Any:
-    """The value as it comes back from JSON."""
-    return json.loads(json.dumps(value))
