@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,24 @@ def test_a_checkpoint_is_exported_as_the_run_exports(ran: Ran, tmp_path: Path) -
     assert main(["export", str(ran.output), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
     assert {tensor.dtype for tensor in Shards(tmp_path / "wide").tensors.values()} == {torch.float32}
     assert ran.config(tmp_path / "wide")["torch_dtype"] == "float32"
+
+
+def test_an_export_that_cannot_be_written_is_said(
+    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as a fault of the checkpoint; and nothing is left behind."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        code = main(["export", str(ran.output), str(tmp_path / "model")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert f"cannot write the folder '{tmp_path / 'model'}': " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("where a folder should be")
+    assert main(["export", str(ran.output), str(tmp_path / "file" / "model")]) == 2
+    assert "cannot write the folder" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_its_run_needs_a_dtype(

@@ -195,9 +195,12 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_shard(tensors: Mapping[str, Tensor], directory: Path, index: int, count: int) -> dict[str, int]:
-    """Write one shard; returns the bytes of each tensor, for :func:`write_index`."""
+    """Write one shard; returns the bytes of each tensor, for :func:`write_index`. Raises ``OSError``."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / shard_name(index, count), metadata={"format": "pt"})
+    try:
+        save_file(contiguous, directory / shard_name(index, count), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     return {name: tensor.nbytes for name, tensor in contiguous.items()}
 
 

@@ -21,6 +21,7 @@ from transformers.tokenization_utils_base import (
 )
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
+from infinipipe.data.files import written_folder
 from infinipipe.files import write_beside
 
 ASSETS = "assets"
@@ -73,18 +74,16 @@ def keep_assets(run: Path, tokenizer: PreTrainedTokenizerBase, model: str) -> No
     """Keep, in the folder of a run, the tokenizer's files and those of the folder ``model`` that exports take along.
 
     Files are copied as they are. Only what was changed is written anew: a chat template, and the name of a class that older
-    readers do not know.
+    readers do not know. Raises ``WriteError``.
     """
     folder = run / ASSETS
-    beside = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    if model and Path(model).is_dir():
-        for path in (path for pattern in _MODEL_FILES for path in sorted(Path(model).glob(pattern))):
-            shutil.copy(path, beside)
-    _write_tokenizer(beside, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    with written_folder(folder) as beside:
+        if model and Path(model).is_dir():
+            found = [path for pattern in _MODEL_FILES for path in Path(model).glob(pattern) if path.is_file()]
+            for path in found:
+                shutil.copy(path, beside)
+        _write_tokenizer(beside, tokenizer)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

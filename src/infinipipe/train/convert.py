@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
+from infinipipe.data.files import written_folder
 from infinipipe.model import HubLayout, meta_model
 from infinipipe.model.shards import write_index, write_shard
 from infinipipe.train.assets import Provenance
@@ -39,7 +41,7 @@ def export(checkpoint: Path, output: Path, *, dtype: str = "", shard_bytes: int 
     """Write the weights of ``checkpoint`` to ``output``, which must not exist, one shard after another.
 
     In ``dtype``, or else in the one that the run's folder names; with them what goes along with the run's own export.
-    Raises ``CheckpointError``.
+    Raises ``CheckpointError`` for a checkpoint that cannot be read, ``WriteError`` if ``output`` cannot be written.
     """
     manifest = read_manifest(checkpoint)
     if output.exists():
@@ -55,31 +57,35 @@ def export(checkpoint: Path, output: Path, *, dtype: str = "", shard_bytes: int 
     fields = {name: value for name, value in manifest.config.items() if name != "model_type"}
     config = AutoConfig.for_model(manifest.config["model_type"], **fields)
     model = meta_model(config)
-    beside = output.with_name(output.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    _write_shards(checkpoint, beside, HubLayout(model), getattr(torch, provenance.dtype), shard_bytes)
-    write_companions(
-        beside, run, config, type(model).__name__, provenance, step=manifest.step, settings=manifest.settings
-    )
-    beside.rename(output)
+    with written_folder(output) as beside:
+        _write_shards(checkpoint, beside, HubLayout(model), getattr(torch, provenance.dtype), shard_bytes)
+        write_companions(
+            beside, run, config, type(model).__name__, provenance, step=manifest.step, settings=manifest.settings
+        )
 
 
 def _write_shards(checkpoint: Path, folder: Path, layout: HubLayout, dtype: torch.dtype, shard_bytes: int) -> None:
-    """Write the weights shard after shard. Raises ``CheckpointError`` if they cannot be read."""
-    try:
+    """Write the weights shard after shard. Raises ``CheckpointError`` if they cannot be read, ``OSError`` if not written."""
+    with _reading(checkpoint):
         shards = _shards(checkpoint, layout, dtype, shard_bytes)
-        sizes = []
-        for index, names in enumerate(shards):
-            tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in names.items()}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-            plain = {_plain(name): tensor for name, tensor in tensors.items()}
-            sizes.append(write_shard(layout.convert(plain, dtype), folder, index, len(shards)))
+    sizes = []
+    for index, names in enumerate(shards):
+        tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in names.items()}
+        with _reading(checkpoint), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        plain = {_plain(name): tensor for name, tensor in tensors.items()}
+        sizes.append(write_shard(layout.convert(plain, dtype), folder, index, len(shards)))
+    write_index(sizes, folder)
+
+
+@contextmanager
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Within the context, what goes wrong is the checkpoint's fault."""
+    try:
+        yield
     except (OSError, RuntimeError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"the checkpoint {checkpoint} cannot be read: {' '.join(str(error).split())}") from None
-    write_index(sizes, folder)
 
 
 def _shards(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PretrainedConfig
@@ -104,7 +103,7 @@ def _written(directory: Path, work: Callable[[], T]) -> T:
     """What ``work`` returns. Raises ``ValueError`` where it cannot write."""
     try:
         return work()
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ValueError(f"the model could not be written to {directory}: {error}") from None
 
 
