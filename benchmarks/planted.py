@@ -254,6 +254,11 @@ FAULTS: Mapping[str, Fault] = {
         _settings(model={"config": {"tie_word_embeddings": True}}),
         tied=True,
     ),
+    "a head that the settings untie, but that is not there": Fault(
+        "no tensor 'lm_head.weight'.* leave model.config.tie_word_embeddings true",
+        folder=_settings(model={"config": {"tie_word_embeddings": False}}),
+        tied=True,
+    ),
     "a configuration with more layers": Fault("no tensor 'model.layers.2", folder=_configured(num_hidden_layers=3)),
     "a configuration with fewer layers": Fault("no place for", folder=_configured(num_hidden_layers=1)),
     "a rotary parameter with a typo": Fault(

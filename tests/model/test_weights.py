@@ -19,6 +19,12 @@ from infinipipe.train.settings import DataSettings, ModelSettings, Settings
 from infinipipe.verify.reference import plain_model
 
 UNLIKE_THE_MODULE = ["Qwen3-MoE", "Mixtral", "OLMoE"]
+PLACEMENTS: dict[str, tuple[tuple[int, ...], list[tuple[int, ...]]]] = {
+    "plain": ((1, 2, 1), [(0,), (1,), (2,)]),
+    "interleaved": ((1, 0, 2, 1), [(0, 2), (1, 3)]),
+    "v": ((1, 1, 1, 1), [(0, 3), (1, 2)]),
+}
+"""Layers of every part, and parts of every stage."""
 MULTI_MODAL = ["Gemma 3, multi-modal", "Qwen2.5-VL", "Qwen3-VL", "Qwen3-VL-MoE", "Mistral Small 3 (multi-modal)"]
 TOKENS = torch.arange(1, 60)[None]
 
@@ -38,26 +44,28 @@ def test_stages_load_what_transformers_loads(name: str, tmp_path: Path) -> None:
     ours = plain_model(config, whole.model.state_dict(), torch.float32)
     with torch.no_grad():
         assert torch.equal(ours(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits)
-    for index in range(3):
-        for key, tensor in build_stage(config, (1, 2, 1), index, checkpoint=tmp_path).model.state_dict().items():
-            assert torch.equal(tensor, whole.model.state_dict()[key]), key
+    for layers, stages in PLACEMENTS.values():
+        for parts in stages:
+            for key, tensor in build_stage(config, layers, parts, checkpoint=tmp_path).model.state_dict().items():
+                assert torch.equal(tensor, whole.model.state_dict()[key]), key
     unused = Checkpoint(tmp_path, config).unused
     assert bool(unused) == (name in MULTI_MODAL)
     assert not any("language_model" in key for key in unused.get("not of the language model", []))
 
 
-@pytest.mark.parametrize("name", UNLIKE_THE_MODULE)
-def test_stages_write_the_layout_that_they_read(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "placement"), zip(UNLIKE_THE_MODULE, PLACEMENTS, strict=True))
+def test_stages_write_the_layout_that_they_read(name: str, placement: str, tmp_path: Path) -> None:
     FAMILIES[name].write(tmp_path)
     stored = Shards(tmp_path)
-    seen: set[str] = set()
-    for index in range(2):
-        model = build_stage(load_config(tmp_path), (2, 2), index, checkpoint=tmp_path).model
+    seen: list[str] = []
+    layers, stages = PLACEMENTS[placement]
+    for parts in stages:
+        model = build_stage(load_config(tmp_path), layers, parts, checkpoint=tmp_path).model
         written = HubLayout(model).convert(dict(model.named_parameters()), torch.float32)
         for key, tensor in written.items():
             assert torch.equal(tensor, stored.read(key)), key
-        seen |= set(written)
-    assert seen == set(stored.tensors)
+        seen += written
+    assert sorted(seen) == sorted(stored.tensors)
 
 
 def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,7 @@ def test_a_checkpoint_is_exported_as_the_run_exports(ran: Ran, tmp_path: Path) -
     assert ran.config(tmp_path / "wide")["torch_dtype"] == "float32"
 
 
-def test_an_export_that_cannot_be_written_is_said(
-    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_that_cannot_be_written_is_said(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not as a fault of the checkpoint; and nothing is left behind."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))

@@ -295,9 +295,11 @@ class Checkpoint:
     def _require_all(self) -> None:
         missing = [name for name in self._model.state_dict() if name not in self._by_target and name not in self._tied]
         if missing:
+            more = f" ({len(missing)} such tensors in all)" if len(missing) > 1 else ""
+            if self._layout.all_tied_weights_keys and missing == list(self._model._tied_weights_keys or ()):
+                more = "; its configuration ties it to the embedding: leave model.config.tie_word_embeddings true"
             raise ValueError(
-                f"the checkpoint {self.directory} has no tensor {missing[0]!r}, which the model needs"
-                + (f" ({len(missing)} such tensors in all)" if len(missing) > 1 else "")
+                f"the checkpoint {self.directory} has no tensor {missing[0]!r}, which the model needs{more}"
             )
 
     def _read(self, name: str) -> dict[str, Tensor]:
