@@ -156,7 +156,8 @@ def test_lengths_come_from_a_tokenized_corpus(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(text)
     data = DataSettings(files=[str(tmp_path / "*.txt")], cache=str(tmp_path / "cache"), held_out=0)
     corpus = open_corpus(data, TokenizerSettings(vocab_size=257))
-    assert read_lengths(corpus.train.cache.folder) == corpus.train.lengths.tolist()
+    (folder,) = (tmp_path / "cache").glob("tokens-*")
+    assert read_lengths(folder) == corpus.train.lengths.tolist()
 
 
 def test_lengths_come_from_many_files(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def test_fields_replace_those_of_a_file(tmp_path: Path) -> None:
     [
         ({"hidden_dropout": 0.1}, "model.config.hidden_dropout is no field of a llama configuration"),
         ({"attention_dropout": 0.1}, "dropout is not supported"),
-        ({"vocab_size": 100}, "model.config.vocab_size is 100, but the tokenizer has 300"),
+        (
+            {"vocab_size": 100},
+            "model.config.vocab_size is 100, but the tokenizer's largest id is 299; make it at least 300",
+        ),
         ({"hidden_size": "wide"}, "model.config cannot be used"),
         ({"num_attention_heads": 0}, "model.config cannot be used"),
         ({"model_type": "nonsense"}, "model.config cannot be used.*nonsense"),

@@ -1,97 +1,50 @@
-"""Tokenized corpora: written once to a cache, memory-mapped from then on."""
+"""Corpora: sources read, tokenized, cut to length and split into what is trained on and what is held out."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import json
-import zipfile
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infinipipe.data.documents import DataError, Document, ReadCounts, find_files, read_documents
+from infinipipe.data.batches import Batches, SampledBatches
+from infinipipe.data.cache import VERSION, CacheBuilder, TokenCache, read_cache
+from infinipipe.data.documents import DataError, Document, ReadCounts
+from infinipipe.data.encode import encoder_spec
 from infinipipe.data.files import written_folder
+from infinipipe.data.parse import read_documents
+from infinipipe.data.progress import Reading, Report
+from infinipipe.data.sequences import Pieces, Sample, Sequences, fit_length, sequences_of
 from infinipipe.data.settings import DataSettings, TokenizerSettings
-from infinipipe.data.tokenizer import fingerprint, load_tokenizer, train_tokenizer
+from infinipipe.data.shards import Shard, read_chunks
+from infinipipe.data.sources import document_patterns, find_shards, left_out
+from infinipipe.data.stream import Stream, StreamedSource, read_sample
+from infinipipe.data.tokenize import Task, workers_for
+from infinipipe.data.tokenizer import beginning_of, fingerprint, largest_id, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1
-IGNORED = -100
-DOCUMENTS_AT_ONCE = 64
-
-Progress = Callable[[str, int, int], None]
-"""``progress(what, bytes_done, bytes_total)``"""
-
-
-@dataclass(frozen=True)
-class TokenCache:
-    """A tokenized corpus on disk.
-
-    Attributes:
-        tokens: all documents' tokens, one after another, memory-mapped.
-        ends: where each document ends in ``tokens``.
-        prompts: how many first tokens of each document are only read.
-        keys: a 64-bit hash of each document's text.
-        counts: what reading met.
-        folder: where it lies.
-    """
-
-    tokens: NDArray[np.unsignedinteger]
-    ends: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    counts: ReadCounts
-    folder: Path
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.ends, prepend=0)
-
-    def name(self, document: int) -> str:
-        """Where a document comes from."""
-        with (self.folder / "names.txt").open(encoding="utf-8", errors="surrogateescape") as file:
-            return json.loads(next(itertools.islice(file, document, None)))
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Some documents of a corpus as training sequences of at most ``max_length`` tokens."""
-
-    cache: TokenCache
-    documents: NDArray[np.int64]
-    max_length: int
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every sequence."""
-        return np.minimum(self.cache.lengths[self.documents], self.max_length)
-
-    def tokens(self, index: int) -> NDArray[np.int64]:
-        """The tokens of one sequence, shape (length,)."""
-        document = self.documents[index]
-        start = self.cache.ends[document - 1] if document > 0 else 0
-        stop = min(self.cache.ends[document], start + self.max_length)
-        return self.cache.tokens[start:stop].astype(np.int64)
-
-    def labels(self, index: int) -> NDArray[np.int64]:
-        """What each token is to predict, shape (length,): the next token, or -100 where nothing is learnt.
-
-        Nothing is learnt from the last token and from those whose next one belongs to the prompt.
-        """
-        labels = np.append(self.tokens(index)[1:], IGNORED)
-        labels[: max(self.cache.prompts[self.documents[index]] - 1, 0)] = IGNORED
-        return labels
+_READING = (
+    "format",
+    "text_field",
+    "prompt_field",
+    "completion_field",
+    "messages_field",
+    "weight_field",
+    "loss_on",
+    "prompts_as_chats",
+    "template_options",
+    "on_undecodable",
+    "on_bad_record",
+)
+"""Settings that decide what documents are read, and what of them is learnt."""
 
 
 @dataclass(frozen=True)
@@ -99,82 +52,162 @@ class Corpus:
     """Training and held-out sequences with the tokenizer that made them.
 
     Attributes:
-        train: what is trained on.
+        train: what is trained on; of a stream, what was read of it so far.
         held_out: what is only evaluated; no text is in both.
+        stream: what is trained on if it is streamed.
         tokenizer: the Hugging Face tokenizer.
-        report: lines for the log: what was read, dropped and cut, and whether a step repeats sequences.
-        unigram_entropy: of the tokens of all sequences, in nats per token.
+        report: lines for the log: what was read, dropped and cut, what documents begin with, and whether a step repeats sequences.
+        unigram_entropy: of the tokens that the documents have to learn, in nats per token.
+        largest_id: the largest id that the tokenizer can give.
     """
 
     train: Sequences
     held_out: Sequences
+    stream: Stream | None
     tokenizer: PreTrainedTokenizerBase
     report: tuple[str, ...]
     unigram_entropy: float
+    largest_id: int
+
+    def batches(self, settings: DataSettings, seed: int) -> Batches:
+        """The global batches of a run. To be closed."""
+        if self.stream is not None:
+            return self.stream.batches(settings, seed)
+        return SampledBatches(self.train, settings, seed)
+
+    def require_ids_below(self, rows: int, samples: Iterable[Sample] | None = None) -> None:
+        """Raise ``DataError``, naming document and token, if a token has no row in an embedding of so many ``rows``.
+
+        Looks at ``samples``, or at all that is known, of which only what is of a source with such a token is read. A tokenizer with
+        more entries than the embedding is fine otherwise, and common.
+        """
+        if self.largest_id < rows:
+            return
+        if samples is None:
+            samples = itertools.chain(self.train.with_ids_from(rows), self.held_out.with_ids_from(rows))
+        for sample in samples:
+            beyond = sample.tokens[sample.tokens >= rows]
+            if len(beyond):
+                token = int(beyond[0])
+                raise DataError(
+                    f"{sample.name} has the token {self.tokenizer.convert_ids_to_tokens(token)!r} of id {token}, but the model's "
+                    f"embedding has {rows} rows; leave the document out by data.exclude, or name the model's own tokenizer in "
+                    "tokenizer.path"
+                )
 
 
-def open_corpus(data: DataSettings, tokenizer: TokenizerSettings, progress: Progress | None = None) -> Corpus:
+@dataclass(frozen=True)
+class _Source:
+    """A source with its settings and what it is read from."""
+
+    name: str
+    settings: DataSettings
+    shards: list[Shard]
+
+    @property
+    def size(self) -> int:
+        return sum(shard.size for shard in self.shards)
+
+
+def open_corpus(data: DataSettings, tokenizer: TokenizerSettings, report: Report | None = None) -> Corpus:
     """Read, tokenize and split the corpus, from the cache where it has been done before.
 
-    Raises ``DataError`` for whatever the settings do not tolerate.
+    ``report`` is told how far that is. Raises ``DataError`` for whatever the settings do not tolerate.
     """
-    files = find_files(data)
-    loaded = load_tokenizer(tokenizer.path or _trained_tokenizer(files, data, tokenizer, progress))
-    if tokenizer.add_bos and loaded.bos_token_id is None:
-        raise DataError("tokenizer.add_bos is on, but the tokenizer has no beginning-of-sequence token; turn it off")
-    cache = _token_cache(files, data, loaded, tokenizer.add_bos, progress)
-    found = cache.counts.describe(data)
-    documents, report = _fit_length(cache, data)
-    train, held_out = _split(cache.keys[documents], data.held_out)
-    sequences = [Sequences(cache, documents[part], data.max_length) for part in (train, held_out)]
-    if not len(sequences[0]):
-        advice = "add other documents or set data.held_out to 0" if len(documents) else "raise data.max_length"
-        raise DataError(f"no document is left to train on: {'; '.join((found, *report))}; {advice}")
-    report += _repeats(sequences[0].lengths, data)
+    sources = [_Source(name, settings, find_shards(settings)) for name, settings in data.of_sources().items()]
+    loaded = load_tokenizer(
+        tokenizer.path or _trained_tokenizer(sources, data, tokenizer, report), tokenizer.chat_template
+    )
+    tasks = [Task(encoder_spec(loaded, source.settings, tokenizer), source.settings) for source in sources]
+    make = _stream if data.streaming else _tokenized
+    caches = [make(source, task, loaded, tokenizer, report) for source, task in zip(sources, tasks, strict=True)]
+    lines = [beginning_of(loaded, tokenizer).said]
+    parts = []
+    for source, cache in zip(sources, caches, strict=True):
+        pieces, found = _usable(source, cache, tokenizer)
+        parts.append(pieces)
+        lines += [f"{source.name}: {line}" for line in found] if data.sources else found
+    known = sequences_of(caches, parts, [source.name for source in sources], data.weights)
+    lines += _unmatched(data, caches)
+    is_held_out = known.are_below(data.held_out, one_at_least=not data.streaming)
+    train, held_out = known.chosen(~is_held_out), known.chosen(is_held_out)
+    _require_sequences(train, held_out, lines, data)
+    counts = _shares(train, data)
+    stream = None
+    if data.streaming:
+        streamed = [StreamedSource(s.name, s.shards, task) for s, task in zip(sources, tasks, strict=True)]
+        stream = Stream(tuple(streamed), data.weights, data.held_out)
+        lines.append(f"streaming: the figures are those of the first {len(known)} sequences")
+    else:
+        counts += _repeats(train.lengths, data)
     return Corpus(
-        train=sequences[0],
-        held_out=sequences[1],
+        train=train,
+        held_out=held_out,
+        stream=stream,
         tokenizer=loaded,
-        report=(found, *report),
-        unigram_entropy=unigram_entropy(sequences),
+        report=(*lines, *counts),
+        unigram_entropy=unigram_entropy([cache.unigrams for cache in caches]),
+        largest_id=largest_id(loaded),
     )
 
 
-def unigram_entropy(parts: Sequence[Sequences]) -> float:
+def unigram_entropy(counts: Sequence[NDArray[np.int64]]) -> float:
     """Entropy of the distribution of single tokens, in nats: the loss of a model that knows only frequencies."""
-    counts = np.zeros(1, dtype=np.int64)
-    for part in parts:
-        for index in range(len(part)):
-            found = np.bincount(part.tokens(index), minlength=len(counts))
-            found[: len(counts)] += counts
-            counts = found
-    shares = counts[counts > 0] / counts.sum()
+    total = np.sum(counts, axis=0)
+    shares = total[total > 0] / total.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
-def _fit_length(cache: TokenCache, settings: DataSettings) -> tuple[NDArray[np.int64], list[str]]:
-    """Indices of the documents in use, and what the policy for those too long did."""
-    lengths = cache.lengths
-    too_long = lengths > settings.max_length
-    documents = np.arange(len(lengths))
-    if not too_long.any():
-        return documents, []
-    if settings.on_too_long == "error":
-        first = int(np.argmax(too_long))
+def _usable(source: _Source, cache: TokenCache, tokenizer: TokenizerSettings) -> tuple[Pieces, list[str]]:
+    """The sequences of a source, and what was met and done there."""
+    if not len(cache):
+        described = cache.counts.describe(source.settings, tokenizer)
         raise DataError(
-            f"{cache.name(first)} has {lengths[first]} tokens, data.max_length is {settings.max_length} ({too_long.sum()} "
-            "such documents in all); raise it, or set data.on_too_long to drop or truncate"
+            f"data.{'dataset' if source.settings.dataset else 'files'} holds no usable document: {described}"
         )
-    share = too_long.sum() / len(lengths)
-    line = f"{too_long.sum()} documents ({share:.1%}) above {settings.max_length} tokens, "
-    if settings.on_too_long == "drop":
-        return documents[~too_long], [line + "dropped"]
-    only_prompt = cache.prompts >= settings.max_length
-    if not only_prompt.any():
-        return documents, [line + "truncated"]
-    return documents[~only_prompt], [
-        line + f"truncated; {only_prompt.sum()} of them lost all of their completion, dropped"
-    ]
+    lines = [cache.counts.describe(source.settings, tokenizer)]
+    pieces, fitted = fit_length(cache, source.settings)
+    excluded = left_out(source.settings, cache)
+    if excluded.any():
+        pieces = pieces.chosen(~excluded[pieces.documents])
+        fitted.append(f"{excluded.sum()} documents left out by data.exclude")
+    return pieces, lines + fitted
+
+
+def _unmatched(data: DataSettings, caches: Sequence[TokenCache]) -> list[str]:
+    """A line for every pattern of a document that names none."""
+    lines = []
+    for path, number in document_patterns(data.exclude):
+        alone = replace(data, exclude=[f"{path}:{number}"])
+        if not data.streaming and not any(left_out(alone, cache).any() for cache in caches):
+            lines.append(f"data.exclude names '{path}:{number}', but there is no such document")
+    return lines
+
+
+def _require_sequences(train: Sequences, held_out: Sequences, lines: Sequence[str], data: DataSettings) -> None:
+    said = "; ".join(lines[1:])
+    if not len(train):
+        advice = "add other documents or set data.held_out to 0" if len(held_out) else "raise data.max_length"
+        raise DataError(f"no document is left to train on: {said}; {advice}")
+    for name, tokens in train.tokens_of_sources().items():
+        if not tokens and data.weights is not None:
+            raise DataError(
+                f"no document is left to train on in the source {name}: {said}; add documents or leave it out"
+            )
+
+
+def _shares(train: Sequences, data: DataSettings) -> list[str]:
+    """What every source has, and what share of training its weight makes it."""
+    if len(train.names) == 1:
+        return []
+    lines, total = [], sum(data.weights or ())
+    counts = np.bincount(train.sources, minlength=len(train.names))
+    for index, (name, tokens) in enumerate(train.tokens_of_sources().items()):
+        line = f"{name}: {counts[index]} sequences of {tokens} tokens to train on"
+        if data.weights is not None:
+            line += f", {data.weights[index] / total:.1%} of the tokens drawn"
+        lines.append(line)
+    return lines
 
 
 def _repeats(lengths: NDArray[np.int64], settings: DataSettings) -> list[str]:
@@ -188,138 +221,100 @@ def _repeats(lengths: NDArray[np.int64], settings: DataSettings) -> list[str]:
     ]
 
 
-def _split(keys: NDArray[np.uint64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on and to hold out. Equal texts fall on one side, on every machine and whatever else is there."""
-    if share == 0 or not len(keys):
-        return np.arange(len(keys)), np.arange(0)
-    border = max(int(share * 2**64), int(keys.min()) + 1)
-    held_out = keys < np.uint64(min(border, 2**64 - 1))
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
-
-
-def _files_hash(files: list[Path], *parts: object) -> str:
-    stats = [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
-    return hashlib.sha256(repr((VERSION, stats, parts)).encode("utf-8", "surrogateescape")).hexdigest()[:20]
-
-
-def _reading(settings: DataSettings) -> tuple[object, ...]:
-    return (
-        settings.format,
-        settings.text_field,
-        settings.prompt_field,
-        settings.completion_field,
-        settings.on_undecodable,
-        settings.on_bad_record,
-    )
+def _key(shards: Sequence[Shard], settings: DataSettings, *parts: object) -> str:
+    reading = {name: getattr(settings, name) for name in _READING}
+    content = repr((VERSION, [shard.stamp() for shard in shards], reading, parts))
+    return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:20]
 
 
 def _trained_tokenizer(
-    files: list[Path], data: DataSettings, settings: TokenizerSettings, progress: Progress | None
+    sources: Sequence[_Source], data: DataSettings, settings: TokenizerSettings, report: Report | None
 ) -> Path:
-    folder = Path(data.cache) / f"tokenizer-{_files_hash(files, _reading(data), settings.vocab_size)}"
+    """The tokenizer that is trained on all documents of all sources; of streamed ones, on the first of each."""
+    most = data.shuffle_window if data.streaming else None
+    keys = [_key(source.shards, source.settings) for source in sources]
+    name = hashlib.sha256(repr((keys, settings.vocab_size, most)).encode()).hexdigest()[:20]
+    folder = Path(data.cache) / f"tokenizer-{name}"
     if not folder.is_dir():
-        counts = ReadCounts()
-        documents = read_documents(files, data, counts, _bytes_of(files, "training the tokenizer", progress))
-        texts = (text for document in documents for text in (document.prompt, document.text) if text)
-        train_tokenizer(texts, folder, vocab_size=settings.vocab_size)
+        with Reading("training the tokenizer", sum(source.size for source in sources), report) as reading:
+            train_tokenizer(_texts(sources, most, reading), folder, vocab_size=settings.vocab_size)
     return folder
 
 
-def _bytes_of(files: list[Path], what: str, progress: Progress | None) -> Callable[[int], None] | None:
-    if progress is None:
-        return None
-    total = sum(path.stat().st_size for path in files)
-    return lambda done: progress(what, done, total)
+def _texts(sources: Sequence[_Source], most: int | None, reading: Reading) -> Iterator[str]:
+    """The texts of all documents, or of the first ``most`` of each source."""
+    before = 0
+    for source in sources:
+
+        def step(documents: int, done: int, before: int = before) -> None:
+            reading.step(documents, before + done)
+
+        documents = read_documents(source.shards, source.settings, ReadCounts(), step)
+        for document in itertools.islice(documents, most):
+            yield from _texts_of(document)
+        before += source.size
 
 
-def _token_cache(
-    files: list[Path],
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    add_bos: bool,
-    progress: Progress | None,
-) -> TokenCache:
-    key = _files_hash(files, _reading(settings), fingerprint(tokenizer), add_bos)
-    folder = Path(settings.cache) / f"tokens-{key}"
-    if not folder.is_dir():
-        with written_folder(folder) as beside:
-            _write_cache(beside, files, settings, tokenizer, add_bos, progress)
-    try:
-        return _read_cache(folder)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+def _texts_of(document: Document) -> list[str]:
+    if document.chat is not None:
+        return [message["content"] for message in document.chat.messages if message.get("content")]
+    if document.tokens is not None:
         raise DataError(
-            f"the tokenized corpus {folder} is damaged ({error}); delete it to have it made again"
-        ) from None
+            f"{document.name} holds tokens, so no tokenizer can be trained on it; name the one that made it in tokenizer.path"
+        )
+    return [text for text in (document.prompt, document.text) if text]
 
 
-def _read_cache(folder: Path) -> TokenCache:
-    meta = json.loads((folder / "meta.json").read_text())
-    index = np.load(folder / "index.npz")
-    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-    if len(tokens) != index["ends"][-1]:
-        raise ValueError(f"tokens.bin has {len(tokens)} tokens instead of {index['ends'][-1]}")
-    return TokenCache(
-        tokens=tokens,
-        ends=index["ends"],
-        prompts=index["prompts"],
-        keys=index["keys"],
-        counts=ReadCounts(**meta["counts"]),
-        folder=folder,
-    )
-
-
-def _write_cache(
-    folder: Path,
-    files: list[Path],
-    settings: DataSettings,
+def _tokenized(
+    source: _Source,
+    task: Task,
     tokenizer: PreTrainedTokenizerBase,
-    add_bos: bool,
-    progress: Progress | None,
-) -> None:
-    counts = ReadCounts()
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    ends, prompts, keys = array("q"), array("q"), array("Q")
-    documents = read_documents(files, settings, counts, _bytes_of(files, "tokenizing", progress))
-    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "names.txt").open("w") as names_file:
-        while group := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
-            for document, (tokens, prompt) in zip(group, _encode(group, tokenizer, add_bos), strict=True):
-                tokens_file.write(np.asarray(tokens, dtype=dtype).tobytes())
-                names_file.write(json.dumps(document.name) + "\n")
-                ends.append((ends[-1] if ends else 0) + len(tokens))
-                prompts.append(prompt)
-                digest = hashlib.blake2b(f"{document.prompt}\0{document.text}".encode(), digest_size=8).digest()
-                keys.append(int.from_bytes(digest, "big"))
-    if not ends:
-        raise DataError(f"data.files holds no usable document: {counts.describe(settings)}")
-    np.savez(
-        folder / "index.npz",
-        ends=np.asarray(ends, dtype=np.int64),
-        prompts=np.asarray(prompts, dtype=np.int64),
-        keys=np.asarray(keys, dtype=np.uint64),
-    )
-    (folder / "meta.json").write_text(json.dumps({"dtype": dtype.name, "counts": asdict(counts)}) + "\n")
+    settings: TokenizerSettings,
+    report: Report | None,
+) -> TokenCache:
+    """A source's tokens, from the cache or made now.
 
-
-def _encode(
-    documents: list[Document], tokenizer: PreTrainedTokenizerBase, add_bos: bool
-) -> list[tuple[list[int], int]]:
-    """Tokens of each document with the end-of-sequence token, and how many first ones are only read.
-
-    A text that spells a special token is not taken for one.
+    A corpus of which nothing had to be cut is good for every policy; others are kept for each length at which they are cut.
     """
+    key = _key(source.shards, source.settings, fingerprint(tokenizer), settings.bos, settings.special_tokens)
+    whole = Path(source.settings.cache) / f"tokens-{key}"
+    cut = whole.with_name(f"{whole.name}-{task.spec.cut_after}")
+    for folder in (whole, cut):
+        if folder.is_dir():
+            return read_cache(folder)
+    folder = cut if task.spec.cut_after else whole
+    with written_folder(folder) as beside:
+        counts = _write_cache(beside, source, task, report)
+    if task.spec.cut_after and not counts.cut:
+        with contextlib.suppress(OSError):  # another process has just done the same
+            folder = folder.rename(whole)
+    return read_cache(folder)
 
-    def ids(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)[
-            "input_ids"
-        ]
 
-    start = [tokenizer.bos_token_id] if add_bos else []
-    texts = ids([document.text for document in documents])
-    has_prompt = [document.prompt for document in documents if document.prompt]
-    prompts = iter(ids(has_prompt) if has_prompt else [])
-    encoded = []
-    for document, text in zip(documents, texts, strict=True):
-        prompt = start + (next(prompts) if document.prompt else [])
-        learnt_from = len(prompt) if document.prompt else 0
-        encoded.append(([*prompt, *text, tokenizer.eos_token_id], learnt_from))
-    return encoded
+def _write_cache(folder: Path, source: _Source, task: Task, report: Report | None) -> ReadCounts:
+    with (folder / "tokens.bin").open("wb") as file:
+        builder = CacheBuilder(task.spec.dtype, task.spec.largest, file)
+        builder.counts.files = len(source.shards)
+        with Reading("tokenizing", source.size, report) as reading, workers_for(source.shards, task) as workers:
+            for chunk in workers.map(read_chunks(source.shards)):
+                builder.append(chunk)
+                reading.step(len(chunk.lengths), chunk.bytes_done)
+    if not len(builder):
+        raise DataError(
+            f"data.{'dataset' if source.settings.dataset else 'files'} holds no usable document: "
+            f"{builder.counts.describe(source.settings)}"
+        )
+    builder.write_index(folder, [shard.name for shard in source.shards])
+    return builder.counts
+
+
+def _stream(
+    source: _Source,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TokenizerSettings,
+    report: Report | None,
+) -> TokenCache:
+    """The first documents of a source, in memory."""
+    with Reading("tokenizing a sample", 0, report) as reading:
+        return read_sample(StreamedSource(source.name, source.shards, task), reading)

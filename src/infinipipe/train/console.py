@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from infinipipe.data.corpus import Progress as Report
+from infinipipe.data import Progress as Reached
+from infinipipe.data.progress import Report
+
+LINE_SECONDS = 30.0
+"""Between the lines that tell how far a long reading is, where there is no terminal."""
 
 
 class Console:
@@ -25,18 +31,22 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Report]:
-        """A function that shows how far a long reading is: a bar on a terminal, one line for each start elsewhere."""
+        """A function that shows how far a long reading is: a bar on a terminal, a line every half minute elsewhere."""
         seen: dict[str, TaskID] = {}
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        said: dict[str, float] = {}
+        documents = TextColumn("{task.fields[documents]:,} documents")
+        columns = (TextColumn("{task.description}"), BarColumn(), documents, DownloadColumn(), TimeRemainingColumn())
         console = RichConsole(file=sys.stdout)
         disable = self._quiet or not console.is_terminal
         with Progress(*columns, console=console, disable=disable, transient=True) as bars:
 
-            def report(what: str, done: int, total: int) -> None:
+            def report(reached: Reached) -> None:
+                what = reached.what
                 if what not in seen:
-                    seen[what] = bars.add_task(what, total=total)
-                    if not console.is_terminal:
-                        self.say(f"{what}: {total / 1e6:.1f} MB")
-                bars.update(seen[what], completed=done)
+                    seen[what] = bars.add_task(what, total=reached.bytes_total or None, documents=0)
+                bars.update(seen[what], completed=reached.bytes_done, documents=reached.documents)
+                if not console.is_terminal and time.monotonic() - said.get(what, -math.inf) >= LINE_SECONDS:
+                    said[what] = time.monotonic()
+                    self.say(str(reached))
 
             yield report

@@ -59,8 +59,12 @@ class Leader:
         _provenance(corpus, model, settings).save(output)
         with ExitStack() as stack:
             self._metrics = stack.enter_context(MetricsWriter(output, after_step=step))
-            self._loader = stack.enter_context(DataLoader(corpus.train, settings, planner, position))
+            self._loader = stack.enter_context(
+                DataLoader(corpus, settings, planner, position, rows=model.config.vocab_size)
+            )
             self._opened = stack.pop_all()
+        for line in self._loader.remarks:
+            console.say(f"warning: {line}")
 
     def next_batch(self, step: int) -> TrainingBatch:
         """The batch of a step. Raises ``PlanError`` and what else refuses a batch."""
@@ -73,14 +77,14 @@ class Leader:
 
     def held_out_batch(self, chosen: list[int]) -> Batch:
         """The held-out sequences of those indices. Raises ``ValueError`` if nothing can be learnt from them."""
-        batch = make_batch(self._corpus.held_out, chosen)
+        batch = make_batch([self._corpus.held_out.sample(index) for index in chosen])
         require_supervised(batch)
         return batch
 
-    def documents(self, samples: Sequence[int]) -> str:
-        """Where those training sequences come from, in words."""
-        sequences = self._corpus.train
-        names = [sequences.cache.name(int(sequences.documents[sample])) for sample in samples[:NAMED_AT_MOST]]
+    def documents(self, chosen: Sequence[int]) -> str:
+        """Where those sequences of the last batch come from, or all of it if none are chosen, in words."""
+        samples = [self._loader.samples[index] for index in chosen] or self._loader.samples
+        names = [sample.name for sample in samples[:NAMED_AT_MOST]]
         more = f" and {len(samples) - len(names)} more" if len(samples) > len(names) else ""
         return ", ".join(names) + more
 
@@ -109,6 +113,6 @@ def _provenance(corpus: Corpus, model: StartModel, settings: Settings) -> Proven
     return Provenance(
         source=Path(settings.model.path).resolve().name if settings.model.weights == "load" else "",
         dtype=str(model.export_dtype).removeprefix("torch."),
-        longest=int(corpus.train.lengths.max()),
+        longest=settings.data.max_length if corpus.stream is not None else int(corpus.train.lengths.max()),
         corpus=[*corpus.report, f"{len(corpus.train)} sequences to train on, {len(corpus.held_out)} held out"],
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from infinipipe.data import BatchSampler, Sequences
+from infinipipe.data import Batches, Corpus, Sample, tokens_by_source
 from infinipipe.plan import Plan, from_json, to_json
 from infinipipe.planner import PlannerService
 from infinipipe.runtime import Batch
@@ -24,12 +24,12 @@ class SampledBatch:
 
     Attributes:
         batch: tokens and labels.
-        samples: which of the training sequences.
-        position: of the sampler after it.
+        samples: the sequences that it is made of.
+        position: where the data stand behind it.
     """
 
     batch: Batch
-    samples: list[int]
+    samples: list[Sample]
     position: dict[str, Any]
 
 
@@ -60,14 +60,14 @@ class TrainingBatch(PlannedBatch):
     """The planned batch of a training step.
 
     Attributes:
-        samples: which of the training sequences.
-        position: of the sampler after it.
+        sources: tokens that each source of the corpus gives.
+        position: where the data stand behind it.
         planning_seconds: what planning took.
         waited_seconds: how long the step waited for the plan.
         late: whether a quick plan took the place of one that did not come in time.
     """
 
-    samples: list[int]
+    sources: dict[str, int]
     position: dict[str, Any]
     planning_seconds: float
     waited_seconds: float
@@ -78,13 +78,31 @@ class DataLoader:
     """The batches of a run in order, from ``position`` on, as a context manager: it may hold a planning process.
 
     With ``plan.ahead``, that many batches are drawn and planned while others train.
+
+    Args:
+        rows: of the model's embedding.
+
+    Attributes:
+        remarks: lines for the log on how it goes on from ``position``.
+        samples: the sequences of the last batch that was taken.
+
+    Raises ``DataError`` if ``position`` is of another corpus.
     """
 
     def __init__(
-        self, sequences: Sequences, settings: Settings, planner: StepPlanner, position: dict[str, Any] | None = None
+        self,
+        corpus: Corpus,
+        settings: Settings,
+        planner: StepPlanner,
+        position: dict[str, Any] | None = None,
+        *,
+        rows: int,
     ) -> None:
+        self._corpus, self._rows = corpus, rows
         self._planner = planner
-        self._batches = sampled_batches(sequences, settings, position)
+        self._batches = corpus.batches(settings.data, settings.train.seed)
+        self.remarks = [] if position is None else self._batches.load_state_dict(position)
+        self.samples: list[Sample] = []
         self._ahead = settings.plan.ahead
         self._service: PlannerService | None = None
         if self._ahead:
@@ -98,11 +116,12 @@ class DataLoader:
             self._order()
         number, sampled = self._waiting.popleft()
         require_supervised(sampled.batch)
+        self.samples, sources = sampled.samples, tokens_by_source(sampled.samples)
         if self._service is None:
             plan = self._planner.plan(lengths_of(sampled.batch))
             seconds = float(plan.metadata["planning_seconds"])
             return TrainingBatch(
-                sampled.batch, plan, sampled.samples, sampled.position, seconds, waited_seconds=seconds, late=False
+                sampled.batch, plan, sources, sampled.position, seconds, waited_seconds=seconds, late=False
             )
         late = self._service.report.late
         plan = self._service.take(number)
@@ -110,7 +129,7 @@ class DataLoader:
         return TrainingBatch(
             sampled.batch,
             plan,
-            sampled.samples,
+            sources,
             sampled.position,
             float(plan.metadata["planning_seconds"]),
             waited_seconds=self._service.report.waited_seconds[-1],
@@ -118,7 +137,8 @@ class DataLoader:
         )
 
     def _order(self) -> None:
-        sampled = next(self._batches)
+        sampled = sampled_batch(self._batches)
+        self._corpus.require_ids_below(self._rows, sampled.samples)
         if self._service is not None:
             self._service.order(self._drawn, lengths_of(sampled.batch))
         self._waiting.append((self._drawn, sampled))
@@ -130,6 +150,7 @@ class DataLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._batches.close()
         if self._service is not None:
             self._service.close()
 
@@ -147,30 +168,15 @@ def require_supervised(batch: Batch) -> None:
         )
 
 
-def make_batch(sequences: Sequences, chosen: list[int]) -> Batch:
-    """Tokens and labels of the sequences of those indices."""
+def make_batch(samples: Sequence[Sample]) -> Batch:
+    """Tokens and labels of those sequences."""
     return Batch(
-        [torch.from_numpy(sequences.tokens(index)) for index in chosen],
-        [torch.from_numpy(sequences.labels(index)) for index in chosen],
+        [torch.from_numpy(sample.tokens) for sample in samples],
+        [torch.from_numpy(sample.labels) for sample in samples],
     )
 
 
-def sampled_batches(
-    sequences: Sequences, settings: Settings, position: dict[str, Any] | None = None
-) -> Iterator[SampledBatch]:
-    """The global batches of a run, without end, from ``position`` on. Raises ``DataError`` if that is of another run."""
-    sampler = BatchSampler(
-        sequences.lengths,
-        sequences_per_step=settings.data.sequences_per_step,
-        tokens_per_step=settings.data.tokens_per_step,
-        seed=settings.train.seed,
-    )
-    if position is not None:
-        sampler.load_state_dict(position)
-    return _without_end(sequences, sampler)
-
-
-def _without_end(sequences: Sequences, sampler: BatchSampler) -> Iterator[SampledBatch]:
-    while True:
-        chosen = sampler.next()
-        yield SampledBatch(make_batch(sequences, chosen), chosen, sampler.state_dict())
+def sampled_batch(batches: Batches) -> SampledBatch:
+    """The next global batch of a run."""
+    samples = batches.next()
+    return SampledBatch(make_batch(samples), samples, batches.state_dict())

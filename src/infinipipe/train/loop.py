@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinipipe.cost import typical_length
-from infinipipe.data import Corpus, open_corpus
+from infinipipe.data import Corpus, Progress, open_corpus
 from infinipipe.model import model_fields
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
@@ -24,7 +24,7 @@ from infinipipe.train.job import Job, OnFirst
 from infinipipe.train.leader import Leader
 from infinipipe.train.loader import TrainingBatch
 from infinipipe.train.lock import OutputLock
-from infinipipe.train.model import StartModel, Vocabulary, open_model, require_rows
+from infinipipe.train.model import StartModel, Vocabulary, open_model
 from infinipipe.train.settings import Settings
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, read_manifest
 from infinipipe.train.trainer import Trainer
@@ -94,7 +94,7 @@ class Run:
         corpus = OnFirst.make(job, self._open_corpus)
         model = model or self._open_model(corpus.ask(lambda corpus: Vocabulary.of(corpus.tokenizer)))
         config = model.config
-        corpus.ask(lambda corpus: require_rows(corpus, config))
+        corpus.ask(lambda corpus: corpus.require_ids_below(config.vocab_size))
         length = corpus.ask(lambda corpus: typical_length(corpus.train.lengths))
         job.on_first(lambda: self_check(config))
         trainer = Trainer(job, settings, config, length, self._announce)
@@ -227,9 +227,9 @@ class Run:
         """The corpus, with a progress bar while it is read, and what there is to say of it."""
         with self._console.progress() as progress:
 
-            def report(what: str, done: int, total: int) -> None:
-                self._announce(f"{what}: {done} of {total} bytes")
-                progress(what, done, total)
+            def report(reached: Progress) -> None:
+                self._announce(str(reached))
+                progress(reached)
 
             self._announce("opening the corpus")
             corpus = open_corpus(self._settings.data, self._settings.tokenizer, report)

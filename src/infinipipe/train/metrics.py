@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -60,6 +60,7 @@ class StepRecord:
         planning_seconds: what making the plan took.
         plan_wait_seconds: how long the step waited for it.
         plan_late: whether a quick plan took the place of one that did not come in time.
+        sources: tokens that each source of the corpus gave.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepRecord:
     planning_seconds: float = 0.0
     plan_wait_seconds: float = 0.0
     plan_late: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
 
     def line(self, num_steps: int) -> str:
         """The step in one line."""
@@ -81,8 +83,14 @@ class StepRecord:
         return (
             f"step {self.step:{len(str(num_steps))}}/{num_steps}  loss {self.loss:.4f}  "
             f"{self.tokens / self.seconds:,.0f} tokens/s  norm {self.gradient_norm:.3f}  "
-            f"activations {peaks} MiB  {self.tokens} tokens: {self.plan}"
+            f"activations {peaks} MiB  {self.tokens} tokens{self._shares()}: {self.plan}"
         )
+
+    def _shares(self) -> str:
+        """What came from each source, where there are several."""
+        if len(self.sources) < 2:
+            return ""
+        return f" ({', '.join(f'{name} {tokens}' for name, tokens in self.sources.items())})"
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,7 @@ class MetricsWriter:
             "plan_wait_seconds": record.plan_wait_seconds,
         }
         scalars |= {f"peak_bytes/stage{stage}": peak for stage, peak in enumerate(record.peak_bytes)}
+        scalars |= {f"tokens/{name}": tokens for name, tokens in record.sources.items()}
         for name, value in scalars.items():
             self._board.add_scalar(f"train/{name}", value, record.step)
 

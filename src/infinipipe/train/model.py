@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from infinipipe.data import Corpus, DataError, Sequences
+from infinipipe.data import largest_id
 from infinipipe.model import (
     Checkpoint,
     HeadDiffersError,
@@ -41,9 +41,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-        """By the largest id: ids may have gaps."""
-        ids = (*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder)
-        return cls(max(ids, default=-1) + 1, {name: getattr(tokenizer, name) for name in _TOKENS})
+        return cls(largest_id(tokenizer) + 1, {name: getattr(tokenizer, name) for name in _TOKENS})
 
 
 @dataclass(frozen=True)
@@ -168,27 +166,4 @@ def _too_long(settings: Settings, config: PretrainedConfig) -> str | None:
         f"warning: data.max_length is {length}, but the model's configuration is for sequences of up to {positions} tokens "
         "(max_position_embeddings); longer ones are trained on at positions that it may never have seen, and the exported "
         "configuration will cover the longest"
-    )
-
-
-def require_rows(corpus: Corpus, config: PretrainedConfig) -> None:
-    """Refuse a corpus with a token for which the embedding has no row. Raises ``DataError`` naming document and token.
-
-    A tokenizer with more entries than the embedding is fine otherwise, and common.
-    """
-    rows = config.vocab_size
-    if Vocabulary.of(corpus.tokenizer).size <= rows:
-        return
-    for part in (corpus.train, corpus.held_out):
-        for index in range(len(part)):
-            tokens = part.tokens(index)
-            if tokens.max() >= rows:
-                _refuse_token(part, index, int(tokens[tokens >= rows][0]), corpus.tokenizer, rows)
-
-
-def _refuse_token(part: Sequences, index: int, token: int, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    name = part.cache.name(int(part.documents[index]))
-    raise DataError(
-        f"{name} has the token {tokenizer.convert_ids_to_tokens(token)!r} of id {token}, but the model's embedding has {rows} "
-        "rows; leave the document out by data.exclude, or name the model's own tokenizer in tokenizer.path"
     )

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from infinipipe.data import Corpus, open_corpus
 from infinipipe.model import build_stage
-from infinipipe.train.loader import sampled_batches
+from infinipipe.train.loader import sampled_batch
 from infinipipe.train.model import Vocabulary, open_checkpoint, open_model
 from infinipipe.train.settings import Settings
 from infinipipe.verify.reference import plain_model, reference_step
@@ -22,8 +22,8 @@ def plain_losses(settings: Settings, num_steps: int, model: PreTrainedModel | No
     own.
     """
     torch.set_num_threads(settings.parallel.threads)
-    corpus: Corpus = open_corpus(settings.data, settings.tokenizer)
-    batches = sampled_batches(corpus.train, settings)
+    corpus = open_corpus(settings.data, settings.tokenizer)
+    batches = corpus.batches(settings.data, settings.train.seed)
     model = model or _model(settings, corpus)
     chosen = settings.optimizer
     optimizer = torch.optim.AdamW(
@@ -45,12 +45,13 @@ def plain_losses(settings: Settings, num_steps: int, model: PreTrainedModel | No
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     losses = []
     for _ in range(num_steps):
-        loss, _ = reference_step(model, next(batches).batch)
+        loss, _ = reference_step(model, sampled_batch(batches).batch)
         losses.append(loss)
         if chosen.max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_norm)
         optimizer.step()
         schedule.step()
+    batches.close()
     return losses
 
 

@@ -147,7 +147,7 @@ class Trainer:
         parts = self.job.gather_objects(part)
         loss = sum(part.loss_sum for part in parts) / batch.num_supervised
         if not math.isfinite(loss) or not math.isfinite(norm):
-            self._diverged(number, loss, norm, parts, taken, leader)
+            self._diverged(number, loss, norm, parts, leader)
         self._announce(f"optimizer of step {number}")
         rate = self._update(number)
         seconds = time.perf_counter() - start
@@ -169,6 +169,7 @@ class Trainer:
             planning_seconds=taken.planning_seconds,
             plan_wait_seconds=taken.waited_seconds,
             plan_late=taken.late,
+            sources=taken.sources,
         )
         return record, taken
 
@@ -204,15 +205,14 @@ class Trainer:
         return rate
 
     def _diverged(
-        self, number: int, loss: float, norm: float, parts: list[_Part], taken: TrainingBatch, leader: OnFirst[Leader]
+        self, number: int, loss: float, norm: float, parts: list[_Part], leader: OnFirst[Leader]
     ) -> NoReturn:
         """Raise ``DivergedError`` on rank 0, naming stages and documents."""
         gradients = [local(p.grad) for _, p in self.parameters.named() if p.grad is not None]
         broken = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         stages = sorted({stage for stage, is_broken in self.job.gather_objects((self.mesh.stage, broken)) if is_broken})
         chosen = sorted(set(itertools.chain.from_iterable(part.not_finite for part in parts)))
-        samples = [taken.samples[sequence] for sequence in chosen] or taken.samples
-        documents = leader.ask(lambda leader: leader.documents(samples))
+        documents = leader.ask(lambda leader: leader.documents(chosen))
         where = f"gradients at stage {', '.join(map(str, stages))}" if stages else "no gradient"
         whose = "documents with such a loss" if chosen else "documents of the step"
         self.job.stop(

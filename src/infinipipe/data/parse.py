@@ -1,0 +1,175 @@
+"""From chunks of records to documents, by the policies for what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from infinipipe.data.documents import BadRecordError, DataError, Document, ReadCounts
+from infinipipe.data.readers import what_it_is
+from infinipipe.data.records import document_of
+from infinipipe.data.settings import DataSettings
+from infinipipe.data.shards import Chunk, Shard, read_chunks
+
+
+def read_documents(
+    shards: Sequence[Shard],
+    settings: DataSettings,
+    counts: ReadCounts,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Document]:
+    """The documents of all shards in order; what was met is added to ``counts``.
+
+    ``progress`` gets how many more documents have been read, and how many bytes so far. Empty documents are counted and skipped. Raises
+    ``DataError`` for a file that cannot be opened, and for undecodable bytes or malformed records where the settings say ``error``.
+    """
+    counts.files += len(shards)
+    for chunk in read_chunks(shards):
+        documents = [document for _, document in documents_of(chunk, settings, counts)]
+        yield from documents
+        if progress is not None:
+            progress(len(documents), chunk.bytes_done)
+
+
+def documents_of(chunk: Chunk, settings: DataSettings, counts: ReadCounts) -> Iterator[tuple[int, Document]]:
+    """The documents of a chunk, each with its index there; what was met is added to ``counts``. Raises as above."""
+    for index, record in enumerate(_records(chunk, settings, counts)):
+        document = _document(chunk, index, record, settings, counts)
+        if document is None:
+            continue
+        if document.chat is None and document.tokens is None and not document.text:
+            if document.prompt:
+                counts.empty_completions += 1
+            else:
+                counts.empty += 1
+        elif document.tokens is not None and not len(document.tokens):
+            counts.empty += 1
+        elif document.weight == 0:
+            counts.unlearnt += 1
+        else:
+            counts.documents += 1
+            yield index, document
+
+
+def refuse(name: str, error: BadRecordError, settings: DataSettings, counts: ReadCounts) -> None:
+    """Count a record that is no document, or raise ``DataError``, as the settings ask."""
+    if settings.on_bad_record == "error":
+        raise DataError(f"{name}: the record {error}; set data.on_bad_record to drop to skip such records")
+    counts.bad_records += 1
+
+
+def _records(chunk: Chunk, settings: DataSettings, counts: ReadCounts) -> Iterator[Any]:
+    if chunk.kind != "table":
+        yield from chunk.records
+        return
+    from pyarrow import ipc
+
+    with ipc.open_stream(chunk.records) as reader:
+        table = reader.read_all()
+    try:
+        yield from (_without_nulls(row) for row in table.to_pylist())
+    except UnicodeDecodeError:
+        for index in range(table.num_rows):
+            yield _undecodable_row(table.slice(index, 1))
+
+
+def _document(chunk: Chunk, index: int, record: Any, settings: DataSettings, counts: ReadCounts) -> Document | None:
+    name = chunk.name(index)
+    if chunk.kind == "tokens":
+        return Document(name, tokens=record)
+    if chunk.kind == "text":
+        text = _decode(record, name, settings, counts)
+        return None if text is None else Document(name, text)
+    try:
+        if chunk.kind == "line":
+            if not record.strip():
+                return None
+            text = _decode(record, name, settings, counts)
+            return None if text is None else document_of(_json(text), name, settings)
+        if chunk.kind != "row":
+            record = _repaired(record, name, settings, counts)
+        return None if record is None else document_of(record, name, settings)
+    except BadRecordError as error:
+        refuse(name, error, settings, counts)
+        return None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRecordError(f"is not JSON ({error.msg})") from None
+    except RecursionError:
+        raise BadRecordError("is nested too deeply") from None
+
+
+def _decode(content: bytes, name: str, settings: DataSettings, counts: ReadCounts) -> str | None:
+    """The text without a byte-order mark, or ``None`` if it is dropped. What is no text at all is never repaired."""
+    known = ""
+    try:
+        known = what_it_is(content)
+        if not known:
+            return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 at byte {error.start}"
+        known = "a binary file" if b"\0" in content[:4096] else ""
+    if known and settings.on_undecodable != "drop":
+        raise DataError(f"{name} is {known}; if it is not to be read, leave it out with data.exclude")
+    _undecodable(name, problem if not known else f"is {known}", settings, counts)
+    return (
+        None if settings.on_undecodable == "drop" else content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    )
+
+
+def _undecodable(name: str, problem: str, settings: DataSettings, counts: ReadCounts) -> None:
+    if settings.on_undecodable == "error":
+        raise DataError(
+            f"{name} {problem}; set data.on_undecodable to drop or replace to go on, or leave it out with data.exclude"
+        )
+    counts.undecodable += 1
+
+
+def _repaired(row: dict[Any, Any], name: str, settings: DataSettings, counts: ReadCounts) -> dict[str, Any] | None:
+    """A row of CSV or of a table without the surrogates that stand for undecodable bytes; ``None`` if it is dropped."""
+    if None in row:
+        raise BadRecordError("has more fields than the file has columns")
+    if any(_has_surrogates(value) for value in row.values()):
+        _undecodable(name, "is not UTF-8", settings, counts)
+        if settings.on_undecodable == "drop":
+            return None
+        row = {
+            field: value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            if isinstance(value, str)
+            else value
+            for field, value in row.items()
+        }
+    return row
+
+
+def _has_surrogates(value: Any) -> bool:
+    return (
+        isinstance(value, str) and not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value)
+    )
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table without the fields that other rows have and this one lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _undecodable_row(row: Any) -> dict[str, Any]:
+    """A row of a table some of whose texts may not be UTF-8: their undecodable bytes as surrogates."""
+    import pyarrow
+
+    values = {}
+    for field in row.column_names:
+        column = row.column(field)
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+            content = column.cast(pyarrow.large_binary())[0].as_py()
+            values[field] = None if content is None else content.decode("utf-8", "surrogateescape")
+        else:
+            values[field] = column[0].as_py()
+    return _without_nulls(values)
