@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from infinipipe.data import (
     Corpus,
     DataError,
     DataSettings,
+    Progress,
     TokenizerSettings,
     open_corpus,
 )
@@ -64,16 +66,16 @@ def test_special_token_spelled_in_a_text_is_text(tmp_path: Path) -> None:
 def test_second_opening_reads_the_cache(corpus_settings: Settings) -> None:
     calls: list[str] = []
 
-    def progress(what: str, done: int, total: int) -> None:
-        assert 0 <= done <= total
-        calls.append(what)
+    def progress(reached: Progress) -> None:
+        assert 0 <= reached.bytes_done <= reached.bytes_total
+        calls.append(reached.what)
 
     first = open_corpus(corpus_settings(), TOKENIZER, progress)
     assert set(calls) == {"training the tokenizer", "tokenizing"}
     calls.clear()
     second = open_corpus(corpus_settings(), TOKENIZER, progress)
     assert calls == []
-    assert (first.train.cache.tokens == second.train.cache.tokens).all()
+    assert (first.train.caches[0].tokens == second.train.caches[0].tokens).all()
     assert first.report == second.report
 
 
@@ -86,7 +88,7 @@ def test_changed_file_makes_a_new_cache(corpus_settings: Settings, tmp_path: Pat
 def test_touched_file_makes_a_new_cache(corpus_settings: Settings, tmp_path: Path) -> None:
     first = open_corpus(corpus_settings(), TOKENIZER)
     os.utime(tmp_path / "doc03.txt", ns=(1, 1))
-    assert open_corpus(corpus_settings(), TOKENIZER).train.cache.folder != first.train.cache.folder
+    assert open_corpus(corpus_settings(), TOKENIZER).train.caches[0].folder != first.train.caches[0].folder
 
 
 def test_interrupted_tokenizing_leaves_nothing_that_looks_whole(
@@ -96,7 +98,7 @@ def test_interrupted_tokenizing_leaves_nothing_that_looks_whole(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("infinipipe.data.corpus._encode", fail)
+        patch.setattr("infinipipe.data.tokenize.Encoder.encode", fail)
         with pytest.raises(KeyboardInterrupt):
             open_corpus(corpus_settings(), TOKENIZER)
     assert not list((tmp_path / "cache").glob("tokens-*"))
@@ -136,14 +138,14 @@ def test_truncation_drops_what_loses_all_of_its_completion(tmp_path: Path) -> No
         on_too_long="truncate",
     )
     corpus = open_corpus(settings, TokenizerSettings(vocab_size=257))
-    assert corpus.report[1:] == (
-        "4 documents (80.0%) above 10 tokens, truncated; 2 of them lost all of their completion, dropped",
+    assert corpus.report[2:] == (
+        "4 documents (80.0%) above 10 tokens, truncated; 2 of them lost all that is to be learnt, dropped",
     )
     assert corpus.train.lengths.tolist() == [10, 7, 10]
     assert [int((corpus.train.labels(index) != IGNORED).sum()) for index in range(3)] == [1, 6, 9]
     (tmp_path / "a.jsonl").write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(
-        DataError, match=r"no document is left .* 1 of them lost all of their completion.*data\.max_length"
+        DataError, match=r"no document is left .* 1 of them lost all that is to be learnt.*data\.max_length"
     ):
         open_corpus(settings, TokenizerSettings(vocab_size=257))
 
@@ -210,19 +212,23 @@ def test_corpus_without_sequences_is_refused(tmp_path: Path, content: str, held_
 
 
 def test_missing_tokenizer_is_named(corpus_settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tokenizer.path: no tokenizer can be loaded from .*/nowhere"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer.path: there is no folder .*/nowhere', and no tokenizer of that name can be had from the hub",
+    ):
         open_corpus(corpus_settings(), TokenizerSettings(path=str(tmp_path / "nowhere")))
 
 
 def test_beginning_token_must_exist(corpus_settings: Settings) -> None:
     with pytest.raises(DataError, match="no beginning-of-sequence token"):
-        open_corpus(corpus_settings(), TokenizerSettings(vocab_size=300, add_bos=True))
+        open_corpus(corpus_settings(), TokenizerSettings(vocab_size=300, bos="always"))
 
 
 @pytest.mark.parametrize("name", ["meta.json", "index.npz", "tokens.bin"])
 @pytest.mark.parametrize("content", [None, b"", b"junk"])
-def test_a_damaged_cache_is_named(corpus_settings: Settings, name: str, content: bytes | None) -> None:
-    file = open_corpus(corpus_settings(), TOKENIZER).train.cache.folder / name
+def test_a_damaged_cache_is_named(corpus_settings: Settings, tmp_path: Path, name: str, content: bytes | None) -> None:
+    open_corpus(corpus_settings(), TOKENIZER)
+    file = next((tmp_path / "cache").glob("tokens-*")) / name
     file.unlink()
     if content is not None:
         file.write_bytes(content)
@@ -240,3 +246,51 @@ def test_nothing_left_to_train_on_says_why(corpus_settings: Settings, tmp_path: 
         open_corpus(corpus_settings(max_length=2), TOKENIZER)
     with pytest.raises(DataError, match=r"add other documents or set data.held_out to 0"):
         open_corpus(corpus_settings(files=[str(tmp_path / "doc00.txt")]), TOKENIZER)
+
+
+def test_a_start_from_the_cache_reads_no_token(corpus_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_corpus(corpus_settings(max_length=60, on_too_long="truncate"), TOKENIZER)
+
+    class Unread(np.memmap):  # type: ignore[type-arg]
+        def __getitem__(self, place: object) -> None:
+            raise AssertionError("tokens were read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("infinipipe.data.cache.np.memmap", Unread)
+        again = open_corpus(corpus_settings(max_length=60, on_too_long="truncate"), TOKENIZER)
+        with pytest.raises(AssertionError, match="tokens were read"):
+            again.train.tokens(0)
+    assert again.unigram_entropy == first.unigram_entropy
+    assert again.report == first.report
+
+
+def test_unigram_entropy_is_of_what_is_learnt(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "zzzzzzzz", "completion": "aaab"}) + "\n")
+    settings = DataSettings(files=[str(tmp_path / "a.jsonl")], cache=str(tmp_path / "cache"), held_out=0)
+    entropy = open_corpus(settings, TokenizerSettings(vocab_size=257)).unigram_entropy
+    assert entropy == pytest.approx(-sum(share * math.log(share) for share in (3 / 5, 1 / 5, 1 / 5)))
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin = time.monotonic()
+    with pytest.raises(
+        DataError, match="there is no folder 'nowhere/tok', and no tokenizer of that name can be had from"
+    ):
+        open_corpus(DataSettings(files=[__file__]), TokenizerSettings(path="nowhere/tok"))
+    assert time.monotonic() - begin < 20
+    (tmp_path / "nowhere" / "tok").mkdir(parents=True)
+    with pytest.raises(DataError, match="tokenizer.path: no tokenizer can be loaded from 'nowhere/tok'"):
+        open_corpus(DataSettings(files=[__file__]), TokenizerSettings(path="nowhere/tok"))
+
+
+def test_equal_corpora_have_equal_orders_wherever_they_lie(corpus_settings: Settings, tmp_path: Path) -> None:
+    def drawn() -> list[str]:
+        settings = corpus_settings(sequences_per_step=19)
+        corpus = open_corpus(settings, TOKENIZER)
+        return [corpus.tokenizer.decode(sample.tokens) for sample in corpus.batches(settings, seed=0).next()]
+
+    before = drawn()
+    for index, path in enumerate(sorted(tmp_path.glob("doc*.txt"))):
+        path.rename(tmp_path / f"{(7 * index) % 20:02}.txt")
+    assert drawn() == before

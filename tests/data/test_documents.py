@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from infinipipe.data import DataError, DataSettings, Document, ReadCounts, find_files, read_documents
+from infinipipe.data import DataError, DataSettings, Document, ReadCounts, find_files, find_shards, read_documents
+from infinipipe.data.readers import FileShard
 
 
 def read(path: Path, **settings: Any) -> tuple[list[Document], ReadCounts]:
     chosen = DataSettings(files=[str(path)], **settings)
     counts = ReadCounts()
-    return list(read_documents(find_files(chosen), chosen, counts)), counts
+    return list(read_documents(find_shards(chosen), chosen, counts)), counts
 
 
 def test_stdlib_variable_names_the_standard_library() -> None:
@@ -102,7 +103,7 @@ def test_undecodable_bytes_follow_the_policy(tmp_path: Path, name: str) -> None:
 def test_bad_records_follow_the_policy(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "good"}}\n{line}\n')
-    with pytest.raises(DataError, match=f"a.jsonl:2: the line .*{message}.*data.on_bad_record"):
+    with pytest.raises(DataError, match=f"a.jsonl:2: the record .*{message}.*data.on_bad_record"):
         read(path)
     documents, counts = read(path, on_bad_record="drop")
     assert [document.text for document in documents] == ["good"]
@@ -120,7 +121,7 @@ def test_jsonl_fields_can_be_named_and_prompts_kept_apart(tmp_path: Path) -> Non
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     settings = DataSettings(files=["x"])
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
-        list(read_documents([tmp_path / "gone.txt"], settings, ReadCounts()))
+        list(read_documents([FileShard(tmp_path / "gone.txt", settings)], settings, ReadCounts()))
 
 
 def test_a_file_of_several_names_is_read_once_by_its_shortest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
