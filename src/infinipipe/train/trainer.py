@@ -204,9 +204,7 @@ class Trainer:
         self.parameters.publish()
         return rate
 
-    def _diverged(
-        self, number: int, loss: float, norm: float, parts: list[_Part], leader: OnFirst[Leader]
-    ) -> NoReturn:
+    def _diverged(self, number: int, loss: float, norm: float, parts: list[_Part], leader: OnFirst[Leader]) -> NoReturn:
         """Raise ``DivergedError`` on rank 0, naming stages and documents."""
         gradients = [local(p.grad) for _, p in self.parameters.named() if p.grad is not None]
         broken = not all(bool(gradient.isfinite().all()) for gradient in gradients)
