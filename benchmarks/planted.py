@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from infinipipe.data import Corpus, DataSettings, TokenizerSettings, open_corpus, train_tokenizer
 from infinipipe.model import build_stage
 from infinipipe.model.shards import INDEX, SINGLE, shard_name
-from infinipipe.train.model import open_checkpoint, open_model, require_rows
+from infinipipe.train.model import open_checkpoint, open_model
 from infinipipe.train.settings import ModelSettings, Settings
 
 _SIZES: dict[str, Any] = {
@@ -84,7 +84,7 @@ class Fault:
 def _load(settings: Settings, corpus: Corpus | None) -> tuple[str, ...]:
     model = open_model(settings)
     if corpus is not None:
-        require_rows(corpus, model.config)
+        corpus.require_ids_below(model.config.vocab_size)
     for stage in range(2):
         build_stage(model.config, (1, 1), stage, checkpoint=open_checkpoint(settings.model, model.config))
     return model.report

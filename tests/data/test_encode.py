@@ -214,23 +214,39 @@ def open_gapped(folder: Path, first: int, special: bool) -> Corpus:
 def test_ids_far_above_the_number_of_entries_are_kept(tmp_path: Path, first: int, special: bool) -> None:
     corpus = open_gapped(tmp_path, first, special)
     largest = first + 7 * 59
-    assert len(corpus.tokenizer) < corpus.vocab_size == largest + 1
+    assert len(corpus.tokenizer) <= corpus.largest_id == largest
     assert {first, largest} <= set(corpus.train.tokens(0).tolist())
     assert corpus.train.caches[0].tokens.dtype == (np.uint16 if largest < 2**16 else np.uint32)
     assert corpus.tokenizer.decode(corpus.train.tokens(0)[:-1]) == "alpha <tool_59> beta <tool_0>"
 
 
-def test_ids_outside_of_a_vocabulary_are_named_with_their_document(tmp_path: Path) -> None:
+def test_ids_for_which_an_embedding_has_no_row_are_named_with_their_document(tmp_path: Path) -> None:
     corpus = open_gapped(tmp_path, 5000, special=True)
-    corpus.require_ids_below(corpus.vocab_size)
     largest = int(corpus.train.tokens(0).max())
-    corpus.require_ids_below(largest + 1)
-    token = corpus.tokenizer.convert_ids_to_tokens(largest)
-    with pytest.raises(
-        DataError,
-        match=rf"a.txt has the token {largest} \('{token}'\), but the model's vocabulary ends at {largest - 1}",
-    ):
-        corpus.require_ids_below(largest)
+    for samples in (None, [corpus.train.sample(0)]):
+        corpus.require_ids_below(largest + 1, samples)
+        token = corpus.tokenizer.convert_ids_to_tokens(5000 + 7 * 59)
+        with pytest.raises(
+            DataError,
+            match=rf"a.txt has the token '{token}' of id {largest}, but the model's embedding has {largest} rows; leave",
+        ):
+            corpus.require_ids_below(largest, samples)
+
+
+def test_ids_of_prompts_need_a_row_too_and_those_of_documents_left_out_need_none(tmp_path: Path) -> None:
+    gapped(tmp_path / "tokenizer", 5000, special=True)
+    records = [{"text": "alpha"}, {"prompt": "<tool_3>", "completion": "beta"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = TokenizerSettings(path=str(tmp_path / "tokenizer"), special_tokens="parse")
+
+    def opened(**settings: Any) -> Corpus:
+        data = DataSettings(files=[str(tmp_path / "*.jsonl")], cache=str(tmp_path / "cache"), held_out=0, **settings)
+        return open_corpus(data, tokenizer)
+
+    with pytest.raises(DataError, match=r"a.jsonl:2 has the token '<tool_3>' of id 5021"):
+        opened().require_ids_below(600)
+    opened().require_ids_below(5022)
+    opened(exclude=["*:2"]).require_ids_below(600)
 
 
 def test_tokens_of_another_tokenizer_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PretrainedConfig
 
 from infinipipe.data import DataSettings, TokenizerSettings, open_corpus, train_tokenizer
-from infinipipe.train.model import Vocabulary, model_config, open_model, require_rows
+from infinipipe.train.model import Vocabulary, model_config, open_model
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings
 
@@ -246,9 +246,9 @@ def test_a_tokenizer_may_have_more_entries_than_the_embedding(tmp_path: Path) ->
     data = DataSettings(files=[f"{tmp_path}/*.txt"], cache=str(tmp_path / "cache"), held_out=0)
     corpus = open_corpus(data, TokenizerSettings(path=str(tmp_path / "tokenizer")))
     further = tokenizer.convert_tokens_to_ids("<further>")
-    require_rows(corpus, PretrainedConfig(vocab_size=further))
+    corpus.require_ids_below(further)
     (tmp_path / "other.txt").write_text("some <further> words")
     corpus = open_corpus(data, TokenizerSettings(path=str(tmp_path / "tokenizer")))
-    require_rows(corpus, PretrainedConfig(vocab_size=further + 1))
+    corpus.require_ids_below(further + 1)
     with pytest.raises(ValueError, match=f"other.txt has the token '<further>' of id {further}"):
-        require_rows(corpus, PretrainedConfig(vocab_size=further))
+        corpus.require_ids_below(further)

@@ -86,7 +86,8 @@ def _new_config(fields: Mapping[str, Any], vocabulary: Vocabulary) -> Pretrained
     config = _changed_by({"vocab_size": vocabulary.size} | special | changes, default, {})
     if config.vocab_size < vocabulary.size:
         raise SettingError(
-            f"model.config.vocab_size is {config.vocab_size}, but the tokenizer has {vocabulary.size} entries; raise it"
+            f"model.config.vocab_size is {config.vocab_size}, but the tokenizer's largest id is {vocabulary.size - 1}; make it at "
+            f"least {vocabulary.size}"
         )
     return config
 
