@@ -250,6 +250,13 @@ def test_a_turn_that_begins_inside_of_a_token_is_counted() -> None:
             {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "arguments are not JSON",
         ),
+        ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "'tools' in 'chat_template_kwargs', which is none"),
+        (
+            {"messages": CHAT, "tools": '[{"name": "f", "name": "g"}]'},
+            r"'tools' that is not JSON \(has the field 'name'",
+        ),
+        ({"messages": '[{"role": "user", "role": "assistant"}]'}, "'messages' that has the field 'role' twice"),
+        ({"conversations": [{"from": ["human"], "value": "hi"}]}, r"message 1 from \['human'\]; known are human"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "message 1 from 'alien'; known are human"),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "function call in message 1 that is not JSON"),
         ({"prompt": ["hi"], "completion": ["ho"]}, "message 1 that is not a JSON object"),
@@ -271,12 +278,51 @@ def test_errors_of_a_template_are_said() -> None:
             {"messages": CHAT},
         )
     named = chat_tokenizer(None)
-    named.chat_template = {"tool_use": CHATML, "rag": CHATML}
+    named.chat_template = {"tool_use": "{{ tools }}" + CHATML, "rag": CHATML}
     with pytest.raises(
         BadRecordError, match="needs a chat template named 'default', but the tokenizer has tool_use, rag"
     ):
         encode(named, {"messages": CHAT})
     assert len(learnt(named, {"messages": CHAT, "tools": [WEATHER]})) == 2
+
+
+def test_what_a_template_leaves_out_is_refused() -> None:
+    users_only = chat_tokenizer(
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content | trim }}{% endif %}{% endfor %}"
+    )
+    assert learnt(users_only, {"messages": CHAT[1:]}, loss_on="all")
+    with pytest.raises(BadRecordError, match="message of role 'system' that the chat template leaves out; name one"):
+        encode(users_only, {"messages": CHAT})
+    tool = {"role": "tool", "content": 'fine "today"\n'}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {}}]}
+    with pytest.raises(BadRecordError, match="message of role 'tool' that the chat template leaves out"):
+        encode(users_only, {"messages": [*CHAT[1:3], tool]})
+    with pytest.raises(BadRecordError, match="has calls of tools that the chat template leaves out; name one"):
+        encode(users_only, {"messages": [CHAT[3], call]})
+    with pytest.raises(BadRecordError, match="has tools that the chat template leaves out; name one"):
+        encode(chat_tokenizer(CHATML), {"messages": CHAT, "tools": [{"name": "weather"}]})
+    as_json = chat_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | tojson }}{% endfor %}")
+    assert learnt(as_json, {"messages": [CHAT[0] | {"content": "kind"}, tool, {**CHAT[2], "content": "x"}]}) == [
+        '<assistant>"x"'
+    ]
+
+
+def test_fields_of_messages_that_a_template_does_not_name_are_counted() -> None:
+    messages = [CHAT[1], {**CHAT[2], "reasoning": "it is summer"}]
+    _, counts = encode(chat_tokenizer(CHATML), {"messages": messages})
+    assert counts.unused == 1
+    assert "1 chats have fields of messages that the chat template does not name" in counts.describe(
+        DataSettings(files=["x"])
+    )
+    assert encode(chat_tokenizer(CHATML + "{# reasoning #}"), {"messages": messages})[1].unused == 0
+
+
+def test_options_that_a_template_does_not_name_are_refused() -> None:
+    for template in (CHATML, None):
+        with pytest.raises(
+            DataError, match="data.template_options has 'enable_thinkin', but the tokenizer's chat template"
+        ):
+            encode(chat_tokenizer(template), {"text": "a"}, template_options={"enable_thinkin": True})
 
 
 def test_chats_need_a_template_and_a_tokenizer_that_tells_places() -> None:

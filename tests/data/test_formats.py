@@ -132,6 +132,8 @@ def test_a_folder_of_all_kinds(tmp_path: Path) -> None:
         ("a.zst.txt", zstandard.compress(b"hello"), "is compressed with zstd; let its name end in .zst"),
         ("a", bz2.compress(b"hello"), "is compressed with bzip2"),
         ("a.bin", b"\0\xff" * 99, "is a binary file"),
+        ("a.bin", np.arange(100, dtype="<u2").tobytes(), "is a binary file"),
+        ("a.txt", "hello".encode("utf-16"), "is text in UTF-16; write it in UTF-8"),
         ("a.pdf", b"%PDF-1.4\nall of it is plain here", "is a PDF; take the text out of it first"),
         ("a.png", b"\x89PNG\r\n\x1a\n\0", "is a PNG image"),
         ("a.data", b"PAR1\x15\xff", "is a Parquet file; let its name end in .parquet"),
@@ -160,7 +162,16 @@ def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
     [
         ("a.json", b"[1, 2", "a.json is not JSON .*line 1.*data.format"),
         ("a.json", b"[\xff]", "a.json is not UTF-8 at byte 1"),
-        ("a.json", b"[" * 99_999, "a.json is JSON nested too deeply"),
+        ("a.json", b"[" * 99_999, "a.json is nested too deeply; mend it"),
+        ("a.json", b'[{"text": "a", "text": "b"}]', "a.json has the field 'text' twice; mend it"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}', "a.jsonl:1: the record has the field 'text' twice"),
+        ("a.jsonl", b'{"text": "a", "x": [{"y": 1, "y": 2}]}', "a.jsonl:1: the record has the field 'y' twice"),
+        ("a.jsonl", b'{"text": "a", "x": ' + b"9" * 5000 + b"}", "a.jsonl:1: the record cannot be read .*4300 digits"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"\0" * 99, "a.jsonl:2: the record is not JSON"),
+        ("a.csv", b"text,text\na,b\n", "a.csv has the column 'text' 2 times; leave one of them"),
+        ("a.csv", "text\nabc\n".encode("utf-16"), "a.csv is text in UTF-16; write it in UTF-8"),
+        ("a.csv", gzip.compress(b"text\nabc\n"), "a.csv is compressed with gzip; let its name end in .gz"),
+        ("a.json", gzip.compress(b"[]"), "a.json is compressed with gzip; let its name end in .gz"),
         ("a.json", b'{"name": "package"}', "a.json:1: the record has neither the field 'text'"),
         ("a.json", b'["text"]', "a.json:1: the record is not a JSON object"),
         ("a.csv", b"id;text\n1;b\n", r"a.csv has neither the field 'text' .*; its columns are 'id;text'"),
@@ -224,6 +235,19 @@ def test_columns_are_chosen_and_nested_ones_read(tmp_path: Path) -> None:
         read(tmp_path / "a.parquet", weight_field="w")
 
 
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="a.parquet has the column 'text' 2 times"):
+        read(tmp_path / "a.parquet")
+
+
+def test_weights_need_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    with pytest.raises(DataError, match="a.txt holds no fields, so it cannot have a weight in 'w'; empty data.weight_"):
+        read(tmp_path / "a.txt", weight_field="w")
+
+
 def test_dictionary_columns_are_read(tmp_path: Path) -> None:
     column = pyarrow.array(["a", "b", "a"]).dictionary_encode()
     feather.write_feather(pyarrow.table({"text": column}), tmp_path / "a.feather")
@@ -283,6 +307,8 @@ def test_datasets_that_are_none_are_refused(saved: Path, monkeypatch: pytest.Mon
         read_dataset(saved / "splits", split="validation")
     with pytest.raises(DataError, match="is no folder that datasets has saved"):
         read_dataset(saved)
+    with pytest.raises(DataError, match="data.subset is 'en', but .*saved is a folder, which has splits only"):
+        read_dataset(saved / "saved", subset="en")
     with pytest.raises(DataError, match="it is a folder that datasets has saved; name it in data.dataset"):
         read(saved / "saved")
     (saved / "saved" / "state.json").write_text("{")
@@ -362,6 +388,8 @@ def test_files_of_megatron_that_are_none_are_refused(tmp_path: Path) -> None:
     refused("is an index without its tokens: there is no .*a.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
     refused("a.bin is cut off, or of another index than .*a.idx: it has 13 bytes")
+    index.write_bytes(whole[:12])
+    refused("a.idx is cut off: it ends within its header")
     index.write_bytes(whole[:-9])
     refused("a.idx is cut off: it should hold 4 sequences")
     index.write_bytes(b"MMIDIDY" + whole[7:])

@@ -114,6 +114,11 @@ def test_a_source_of_which_nothing_is_left_is_named(folder: Path) -> None:
             "data.streaming needs a weight for each of several data.sources",
         ),
         ({"files": ["a"], "template_options": {"messages": 1}}, "data.template_options must not hold messages"),
+        ({"dataset": "a", "format": "csv"}, "data.format is csv, which is for data.files; a data.dataset has its own"),
+        (
+            {"sources": {"b": SourceSettings(dataset="c", format="csv")}},
+            "data.sources.b has a format, which is for files; a dataset has its own",
+        ),
         ({"files": ["a"], "workers": -1}, "data.workers must be at least 0"),
         ({"files": ["a"], "shuffle_window": 0}, "data.shuffle_window must be at least 1"),
     ],
@@ -121,6 +126,12 @@ def test_a_source_of_which_nothing_is_left_is_named(folder: Path) -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         DataSettings(**settings)
+
+
+def test_a_format_for_all_is_that_of_files_only() -> None:
+    sources = {"a": SourceSettings(files=["c"]), "b": SourceSettings(dataset="d")}
+    of_sources = DataSettings(sources=sources, format="csv").of_sources()
+    assert [settings.format for settings in of_sources.values()] == ["csv", "auto"]
 
 
 def test_documents_are_left_out_by_name_and_the_run_goes_on(folder: Path) -> None:

@@ -5,14 +5,18 @@ Imports no torch: the template is rendered by a module of transformers that need
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from infinipipe.data.documents import BadRecordError, Chat
+from infinipipe.data.settings import RESERVED
+from infinipipe.data.strict import load_json
 
 CHAT_FIELDS = ("tools", "system", "chat_template_kwargs")
 """Fields of a record beside its messages that its chat is made of."""
@@ -34,6 +38,9 @@ ROLES = {
 SPELLED, SPELLED_END = "\ufdd0", "\ufdd1"
 """Noncharacters of Unicode that stand around a special token that a message spells, while the template is rendered."""
 _MARKED = re.compile(f"{SPELLED}([^{SPELLED}{SPELLED_END}]*){SPELLED_END}|[{SPELLED}{SPELLED_END}]")
+OTHER_NAME = "a_name_that_no_chat_holds_6d1f"
+"""Stands for the names of tools to see whether the template shows them."""
+_WORD = re.compile(r"\w+")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -51,6 +58,11 @@ def chat_of(record: dict[str, Any], messages: list[Any], *, first: int = 0) -> C
         options = _json(options, "a field 'chat_template_kwargs' that is not JSON")
     if not isinstance(options, dict):
         raise BadRecordError("has a field 'chat_template_kwargs' that is not a JSON object")
+    for name in options:
+        if name in RESERVED:
+            raise BadRecordError(
+                f"has {name!r} in 'chat_template_kwargs', which is none of the template's own variables"
+            )
     given = [_message(message, number) for number, message in enumerate(messages, 1)]
     learnable = [index >= first and _is_learnable(message, index + 1) for index, message in enumerate(given)]
     system = record.get("system")
@@ -67,9 +79,10 @@ def chat_of(record: dict[str, Any], messages: list[Any], *, first: int = 0) -> C
 
 def _json(text: str, problem: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRecordError(f"has {problem}") from None
+        return load_json(text)
+    except ValueError as error:
+        doubt = f" ({error})" if isinstance(error, BadRecordError) else ""
+        raise BadRecordError(f"has {problem}{doubt}") from None
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     said, value = message["from"], message.get("value")
-    if said not in ROLES:
+    if not isinstance(said, str) or said not in ROLES:
         raise BadRecordError(f"has a message {number} from {said!r}; known are {', '.join(ROLES)}")
     rest = {key: kept for key, kept in message.items() if key not in ("from", "value")}
     if said != "function_call":
@@ -174,11 +187,13 @@ class RenderedChat:
         text: the whole.
         learnt: spans of characters that are learnt, in order.
         spelled: spans of characters in which messages spell a special token.
+        has_unused_fields: whether messages have fields that the template does not name.
     """
 
     text: str
     learnt: tuple[Span, ...]
     spelled: tuple[Span, ...]
+    has_unused_fields: bool = False
 
 
 class ChatTemplate:
@@ -202,10 +217,18 @@ class ChatTemplate:
         self._template, self._values, self._loss_on, self._special = template, values, loss_on, special
 
     def render(self, chat: Chat) -> RenderedChat:
-        """The chat as text with its learnt spans. Raises ``BadRecordError`` where the template cannot tell them."""
+        """The chat as text with its learnt spans.
+
+        Raises ``BadRecordError`` where the template cannot tell them, or leaves out what is said, tools or their calls.
+        """
         messages, tools, options = (_mark(part, self._special) for part in (chat.messages, chat.tools, chat.options))
-        marked, spans = self._learnt(Chat(messages, tools, options, chat.learnable))
-        return _unmarked(marked, spans)
+        chat = Chat(messages, tools, options, chat.learnable)
+        marked, spans = self._learnt(chat)
+        _require_shown(messages, marked)
+        self._require_tools(chat)
+        named = _words(self._chosen(chat))
+        has_unused = any(message.keys() - named for message in messages)
+        return dataclasses.replace(_unmarked(marked, spans), has_unused_fields=has_unused)
 
     def _learnt(self, chat: Chat) -> tuple[str, list[Span]]:
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -243,6 +266,28 @@ class ChatTemplate:
             )
         return len(before), len(until)
 
+    def _require_tools(self, chat: Chat) -> None:
+        """Raise ``BadRecordError`` if the template leaves out tools, or calls of them."""
+        tools = [_renamed(tool) for tool in chat.tools or ()]
+        if tools:
+            self._require_names(dataclasses.replace(chat, tools=tools), len(tools), "tools")
+        count = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
+        if count:
+            messages = [
+                message | {"tool_calls": [_renamed(call) for call in message["tool_calls"]]}
+                if message.get("tool_calls")
+                else message
+                for message in chat.messages
+            ]
+            self._require_names(dataclasses.replace(chat, messages=messages), count, "calls of tools")
+
+    def _require_names(self, chat: Chat, count: int, what: str) -> None:
+        text, _ = self._text(chat, len(chat.messages), prompt=False)
+        if text.count(OTHER_NAME) < count:
+            raise BadRecordError(
+                f"has {what} that the chat template leaves out; name one that shows them in tokenizer.chat_template"
+            )
+
     def _chosen(self, chat: Chat) -> str:
         if isinstance(self._template, str):
             return self._template
@@ -269,6 +314,37 @@ class ChatTemplate:
         except Exception as error:  # a template may raise whatever its expressions do
             raise BadRecordError(f"cannot be rendered by the chat template ({' '.join(str(error).split())})") from None
         return texts[0], [tuple(span) for span in spans[0]] if marks else []
+
+
+@lru_cache
+def _words(template: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(template))
+
+
+def _require_shown(messages: Sequence[dict[str, Any]], text: str) -> None:
+    """Raise ``BadRecordError`` if the template has left out of ``text`` what others than the assistant say.
+
+    What an assistant says is not looked for: some templates leave out what it thought before earlier answers.
+    """
+    for message in messages:
+        said = message.get("content", "").strip()
+        # What tools answer is written as JSON by some templates.
+        shown = said in text or (message["role"] == "tool" and json.dumps(said, ensure_ascii=False)[1:-1] in text)
+        if message["role"] != "assistant" and not shown:
+            raise BadRecordError(
+                f"has a message of role {message['role']!r} that the chat template leaves out; name one that shows it in "
+                "tokenizer.chat_template"
+            )
+
+
+def _renamed(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or a call of one, by another name."""
+    function = tool.get("function")
+    return (
+        {**tool, "function": {**function, "name": OTHER_NAME}}
+        if isinstance(function, dict)
+        else {**tool, "name": OTHER_NAME}
+    )
 
 
 def _mark(value: Any, special: re.Pattern[str]) -> Any:

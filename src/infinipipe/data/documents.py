@@ -86,6 +86,7 @@ class ReadCounts:
         special: documents that spell a special token.
         cut: documents so long that only their beginning was tokenized.
         inside: turns of chats that begin inside of a token.
+        unused: chats whose messages have fields that the chat template does not name.
         unended: documents that were tokenized already and had no end-of-sequence token.
     """
 
@@ -99,6 +100,7 @@ class ReadCounts:
     special: int = 0
     cut: int = 0
     inside: int = 0
+    unused: int = 0
     unended: int = 0
 
     def add(self, other: ReadCounts) -> None:
@@ -121,6 +123,7 @@ class ReadCounts:
             (self.special, f"spell a special token, taken {special} (tokenizer.special_tokens)"),
             (self.cut, "so long that only their beginning was tokenized"),
             (self.inside, "turns begin inside of a token, which is learnt with them"),
+            (self.unused, "chats have fields of messages that the chat template does not name, left out"),
             (self.unended, "had no end-of-sequence token, added"),
         ):
             if count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,6 +86,7 @@ def encoder_spec(tokenizer: PreTrainedTokenizerBase, settings: DataSettings, cho
     beginning = beginning_of(tokenizer, chosen)
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     special |= {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    _require_named(settings.template_options, tokenizer.chat_template)
     return EncoderSpec(
         backend="" if backend is None else backend.to_str(),
         slow=tokenizer if backend is None else None,
@@ -101,6 +102,17 @@ def encoder_spec(tokenizer: PreTrainedTokenizerBase, settings: DataSettings, cho
         loss_on=settings.loss_on,
         cut_after=cut_after(settings),
     )
+
+
+def _require_named(options: Iterable[str], template: str | dict[str, str] | None) -> None:
+    """Raise ``DataError`` for an option that the chat template does not name."""
+    text = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+    for option in options:
+        if not re.search(rf"\b{re.escape(option)}\b", text):
+            raise DataError(
+                f"data.template_options has {option!r}, but the tokenizer's chat template names no such variable; correct it or "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -230,6 +242,7 @@ class Encoder:
             )
         assert document.chat is not None
         rendered = self._template.render(document.chat)
+        counts.unused += rendered.has_unused_fields
         if rendered.spelled:
             start, end = rendered.spelled[0]
             self._met_special(document.name, rendered.text[start:end], counts)

@@ -78,6 +78,10 @@ def find_dataset(settings: DataSettings) -> list[DatasetShard]:
     folder = Path(expand(settings.dataset))
     try:
         if folder.is_dir():
+            if settings.subset:
+                raise DataError(
+                    f"data.subset is {settings.subset!r}, but {folder} is a folder, which has splits only; leave it out"
+                )
             found = _saved(folder, split, datasets)
             return [DatasetShard(f"{settings.dataset}/{split}", found, settings)]
         found = datasets.load_dataset(

@@ -57,8 +57,10 @@ def read_indexed(index: Path) -> IndexedTokens:
     if not tokens.is_file():
         raise DataError(f"{index} is an index without its tokens: there is no {tokens}")
     content = np.fromfile(index, dtype=np.uint8)
-    if len(content) < _HEADER.size or not content.tobytes().startswith(MAGIC):
+    if not content[: len(MAGIC)].tobytes() == MAGIC:
         raise DataError(f"{index} is no index of Megatron-LM: it does not begin with {MAGIC[:7].decode()}")
+    if len(content) < _HEADER.size:
+        raise DataError(f"{index} is cut off: it ends within its header")
     _, version, code, num_sequences, num_borders = _HEADER.unpack(content[: _HEADER.size].tobytes())
     if version != 1 or code not in _TYPES:
         raise DataError(f"{index} is an index of version {version} with tokens of type {code}, which is not known")

@@ -11,6 +11,7 @@ from infinipipe.data.readers import what_it_is
 from infinipipe.data.records import document_of
 from infinipipe.data.settings import DataSettings
 from infinipipe.data.shards import Chunk, Shard, read_chunks
+from infinipipe.data.strict import load_json
 
 
 def read_documents(
@@ -76,14 +77,21 @@ def _records(chunk: Chunk, settings: DataSettings, counts: ReadCounts) -> Iterat
 
 def _document(chunk: Chunk, index: int, record: Any, settings: DataSettings, counts: ReadCounts) -> Document | None:
     name = chunk.name(index)
+    if chunk.kind in ("tokens", "text") and settings.weight_field:
+        raise DataError(
+            f"{name} holds no fields, so it cannot have a weight in {settings.weight_field!r}; empty data.weight_field, or leave "
+            "it out with data.exclude"
+        )
     if chunk.kind == "tokens":
         return Document(name, tokens=record)
     if chunk.kind == "text":
-        text = _decode(record, name, settings, counts)
+        text = _decode(record, name, settings, counts) if _is_text(record, name, settings, counts) else None
         return None if text is None else Document(name, text)
     try:
         if chunk.kind == "line":
             if not record.strip():
+                return None
+            if index == 0 and chunk.first == 1 and not _is_text(record, name, settings, counts):
                 return None
             text = _decode(record, name, settings, counts)
             return None if text is None else document_of(_json(text), name, settings)
@@ -97,29 +105,27 @@ def _document(chunk: Chunk, index: int, record: Any, settings: DataSettings, cou
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return load_json(text)
     except json.JSONDecodeError as error:
         raise BadRecordError(f"is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise BadRecordError("is nested too deeply") from None
 
 
 def _decode(content: bytes, name: str, settings: DataSettings, counts: ReadCounts) -> str | None:
-    """The text without a byte-order mark, or ``None`` if it is dropped. What is no text at all is never repaired."""
-    known = ""
+    """The text without a byte-order mark, or ``None`` if it is dropped."""
     try:
-        known = what_it_is(content)
-        if not known:
-            return content.decode("utf-8").removeprefix("\ufeff")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 at byte {error.start}"
-        known = "a binary file" if b"\0" in content[:4096] else ""
+        _undecodable(name, f"is not UTF-8 at byte {error.start}", settings, counts)
+    return None if settings.on_undecodable == "drop" else content.decode("utf-8", "replace").removeprefix("\ufeff")
+
+
+def _is_text(content: bytes, name: str, settings: DataSettings, counts: ReadCounts) -> bool:
+    """Whether it is, or else is dropped: what is no text at all is never repaired. Raises ``DataError``."""
+    known = what_it_is(content)
     if known and settings.on_undecodable != "drop":
         raise DataError(f"{name} is {known}; if it is not to be read, leave it out with data.exclude")
-    _undecodable(name, problem if not known else f"is {known}", settings, counts)
-    return (
-        None if settings.on_undecodable == "drop" else content.decode("utf-8", errors="replace").removeprefix("\ufeff")
-    )
+    counts.undecodable += bool(known)
+    return not known
 
 
 def _undecodable(name: str, problem: str, settings: DataSettings, counts: ReadCounts) -> None:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from infinipipe.data.documents import DataError
+from infinipipe.data.documents import BadRecordError, DataError
 from infinipipe.data.records import missing_fields, wanted_fields
 from infinipipe.data.settings import DataSettings
 from infinipipe.data.shards import CHUNK_BYTES, CHUNK_RECORDS, Chunk
+from infinipipe.data.strict import load_json
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -57,6 +58,8 @@ MAGIC = (
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x7fELF", "a program"),
     (b"MMIDIDX\x00", "an index of Megatron; let its name end in .idx"),
+    (b"\xff\xfe", "text in UTF-16; write it in UTF-8"),
+    (b"\xfe\xff", "text in UTF-16; write it in UTF-8"),
 )
 """What a file is by its first bytes, where that is no text."""
 FIRST_BYTES = frozenset(magic[:1] for magic, _ in MAGIC)
@@ -130,13 +133,14 @@ class FileShard:
         """An array of records, one record, or, as some have it, JSON lines under this suffix."""
         with _opened(self.path) as (file, _):
             content = file.read()
+        self._require_text(content)
         text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
         if not text:
             return
         try:
-            value = json.loads(text)
-        except RecursionError:
-            raise DataError(f"{self.name} is JSON nested too deeply to read") from None
+            value = load_json(text)
+        except BadRecordError as error:
+            raise DataError(f"{self.name} {error}; mend it, or leave it out with data.exclude") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name} is not UTF-8 at byte {error.start}; leave it out with data.exclude") from None
         except json.JSONDecodeError as error:
@@ -153,7 +157,9 @@ class FileShard:
     def _csv(self, skip: int, delimiter: str) -> Iterator[Chunk]:
         csv.field_size_limit(sys.maxsize)
         with _opened(self.path) as (file, raw):
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            buffered = io.BufferedReader(cast(io.RawIOBase, file))
+            self._require_text(buffered.peek(16))
+            text = io.TextIOWrapper(buffered, encoding="utf-8-sig", errors="surrogateescape", newline="")
             rows = csv.DictReader(text, delimiter=delimiter, strict=True)
             try:
                 require_fields(rows.fieldnames or (), self.name, self.settings)
@@ -216,6 +222,10 @@ class FileShard:
         except arrow.ArrowInvalid as error:
             raise _damaged(self.path, error) from None
 
+    def _require_text(self, content: bytes) -> None:
+        if known := what_it_is(content):
+            raise DataError(f"{self.name} is {known}; if it is not to be read, leave it out with data.exclude")
+
     def _require_unpacked(self) -> None:
         if self.path.suffix.lower() in COMPRESSIONS:
             raise DataError(f"{self.name} is a {self.format} file within a compressed one; unpack it first")
@@ -266,6 +276,10 @@ def _stream(batch: Any) -> bytes:
 def require_fields(names: Sequence[str], path: str, settings: DataSettings) -> list[str]:
     """Those columns of a table that documents come from. Raises ``DataError`` if they do not suffice for any."""
     has = set(names)
+    wanted = [name for name in dict.fromkeys(wanted_fields(settings)) if name in has]
+    for name in wanted:
+        if names.count(name) > 1:
+            raise DataError(f"{path} has the column {name!r} {names.count(name)} times; leave one of them")
     whole = settings.text_field in has or {settings.prompt_field, settings.completion_field} <= has
     if not whole and not has & {settings.messages_field, "conversations"}:
         raise DataError(
@@ -273,7 +287,7 @@ def require_fields(names: Sequence[str], path: str, settings: DataSettings) -> l
         )
     if settings.weight_field and settings.weight_field not in has:
         raise DataError(f"{path} has no column {settings.weight_field!r} (data.weight_field)")
-    return [name for name in dict.fromkeys(wanted_fields(settings)) if name in has]
+    return wanted
 
 
 def import_arrow(name: str) -> Any:
@@ -287,9 +301,12 @@ def import_arrow(name: str) -> Any:
 
 def what_it_is(content: bytes) -> str:
     """What content is that is no text, by its first bytes, in words; empty if that cannot be told."""
-    if content[:1] not in FIRST_BYTES:
-        return ""
-    return next((words for magic, words in MAGIC if content.startswith(magic)), "")
+    if content[:1] in FIRST_BYTES:
+        for magic, words in MAGIC:
+            if content.startswith(magic):
+                return words
+    # Small numbers, and archives of texts, are valid UTF-8.
+    return "a binary file" if b"\0" in content[:4096] else ""
 
 
 @contextmanager

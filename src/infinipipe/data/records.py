@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 from infinipipe.data.chats import CHAT_FIELDS, chat_of
 from infinipipe.data.documents import BadRecordError, Document
 from infinipipe.data.settings import MOST_WEIGHT, DataSettings
+from infinipipe.data.strict import load_json
 
 
 def document_of(record: Any, name: str, settings: DataSettings) -> Document:
@@ -61,8 +61,10 @@ def _chat(record: dict[str, Any], name: str, field: str, weight: float) -> Docum
     messages = record[field]
     if isinstance(messages, str):
         try:
-            messages = json.loads(messages)
-        except (ValueError, RecursionError):
+            messages = load_json(messages)
+        except BadRecordError as error:
+            raise BadRecordError(f"has a field {field!r} that {error}") from None
+        except ValueError:
             messages = None
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(f"has a field {field!r} that is not a list of messages")

@@ -13,7 +13,17 @@ ONLY_SOURCE = "data"
 """Name of the source that ``data`` itself describes."""
 MOST_WEIGHT = 1e9
 """The largest weight of a source, or of a document."""
-_TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template")
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+"""Variables of a chat template that come from the record and from how it is used."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +162,13 @@ class DataSettings:
             raise SettingError(
                 "data.streaming needs a weight for each of several data.sources, whose sizes are unknown"
             )
-        for name in _TEMPLATE_NAMES:
+        for name in RESERVED:
             if name in self.template_options:
-                raise SettingError(f"data.template_options must not hold {name}, which comes from the records")
+                raise SettingError(
+                    f"data.template_options must not hold {name}, which is none of the template's own variables"
+                )
+        if self.dataset and self.format != "auto":
+            raise SettingError(f"data.format is {self.format}, which is for data.files; a data.dataset has its own")
         require_range("data.max_length", self.max_length, at_least=2)
         require_range("data.held_out", self.held_out, at_least=0, at_most=0.5)
         require_range("data.sequences_per_step", self.sequences_per_step, at_least=1)
@@ -176,6 +190,8 @@ class DataSettings:
 
     def _with(self, source: SourceSettings) -> DataSettings:
         own = {name: value for name, value in vars(source).items() if name != "weight" and value is not None}
+        if source.dataset:
+            own["format"] = "auto"
         return dataclasses.replace(self, sources={}, **own)
 
 
@@ -184,6 +200,8 @@ def _check_source(name: str, source: SourceSettings) -> None:
         raise SettingError(f"data.sources.{name} needs either files or a dataset")
     if not source.dataset and (source.subset or source.split):
         raise SettingError(f"data.sources.{name} has a subset or a split, which belong to a dataset, but it has none")
+    if source.dataset and source.format not in (None, "auto"):
+        raise SettingError(f"data.sources.{name} has a format, which is for files; a dataset has its own")
     if source.weight:
         require_above(f"data.sources.{name}.weight", source.weight, 0)
         require_range(f"data.sources.{name}.weight", source.weight, at_most=MOST_WEIGHT)

@@ -59,7 +59,8 @@ class Workers(Generic[Given, Made]):
                 yield waiting.popleft().result()
         except BrokenExecutor:
             raise DataError(
-                f"a process that tokenizes has died, perhaps for want of memory; lower data.workers from {self._processes}"
+                f"a process that tokenizes has died, perhaps for want of memory; lower data.workers from {self._processes}, or set it "
+                "to 1, which starts none"
             ) from None
         finally:
             for future in waiting:

@@ -1,0 +1,33 @@
+"""JSON of which every reader makes the same. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from infinipipe.data.documents import BadRecordError
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value that JSON says.
+
+    Raises ``json.JSONDecodeError`` and ``UnicodeDecodeError`` as ``json.loads`` does, and ``BadRecordError`` for an object with a field twice,
+    of which that function keeps the last one, and for what it is not able to read.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_repetition)
+    except RecursionError:
+        raise BadRecordError("is nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, BadRecordError):
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise BadRecordError(f"cannot be read ({error})") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise BadRecordError(f"has the field {repeated!r} twice")
+    return fields
