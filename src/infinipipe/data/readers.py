@@ -138,7 +138,7 @@ class FileShard:
         if not text:
             return
         try:
-            value = load_json(text)
+            value = load_json(text.decode("utf-8"))
         except BadRecordError as error:
             raise DataError(f"{self.name} {error}; mend it, or leave it out with data.exclude") from None
         except UnicodeDecodeError as error:

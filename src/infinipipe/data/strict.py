@@ -8,17 +8,17 @@ from typing import Any
 from infinipipe.data.documents import BadRecordError
 
 
-def load_json(text: str | bytes) -> Any:
+def load_json(text: str) -> Any:
     """The value that JSON says.
 
-    Raises ``json.JSONDecodeError`` and ``UnicodeDecodeError`` as ``json.loads`` does, and ``BadRecordError`` for an object with a field twice,
-    of which that function keeps the last one, and for what it is not able to read.
+    Raises ``json.JSONDecodeError`` as ``json.loads`` does, and ``BadRecordError`` for an object with a field twice, of which that function
+    keeps the last one, and for what it is not able to read.
     """
     try:
-        return json.loads(text, object_pairs_hook=_without_repetition)
+        return _DECODER.decode(text)
     except RecursionError:
         raise BadRecordError("is nested too deeply") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, BadRecordError):
+    except (json.JSONDecodeError, BadRecordError):
         raise
     except ValueError as error:  # a number of thousands of digits
         raise BadRecordError(f"cannot be read ({error})") from None
@@ -31,3 +31,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in names if names.count(name) > 1)
         raise BadRecordError(f"has the field {repeated!r} twice")
     return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_repetition)
