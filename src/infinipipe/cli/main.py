@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
     "profile": ("infinipipe.cli.profile", "measure a model on this machine and write its cost file"),
     "export": ("infinipipe.cli.export", "write a run's checkpoint as a Hugging Face model"),
+    "data": ("infinipipe.cli.data", "how long the sequences of a corpus are, and what steps are made of them"),
     "plan": ("infinipipe.cli.plan", "plan a step and compare planners"),
     "simulate": ("infinipipe.cli.simulate", "what a plan's step will take, and where its time and memory go"),
     "rehearse": ("infinipipe.cli.rehearse", "run a plan's processes and messages with computing replaced by waiting"),

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from infinipipe.settings import SettingError, require_above, require_range
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "megatron"]
+Policy = Literal["drop", "truncate", "split", "error"]
+"""For documents that are too long."""
 ONLY_SOURCE = "data"
 """Name of the source that ``data`` itself describes."""
 MOST_WEIGHT = 1e9
@@ -132,7 +134,7 @@ class DataSettings:
     prompts_as_chats: bool = False
     template_options: dict[str, Any] = field(default_factory=dict)
     max_length: int = 16384
-    on_too_long: Literal["drop", "truncate", "split", "error"] = "drop"
+    on_too_long: Policy = "drop"
     on_undecodable: Literal["error", "drop", "replace"] = "error"
     on_bad_record: Literal["error", "drop"] = "error"
     held_out: float = 0.01
