@@ -60,6 +60,67 @@ def test_overrides_replace_the_file(config: Path) -> None:
     assert settings.optimizer.learning_rate == 1e-4
 
 
+SOURCES = """
+[model.config]
+model_type = "llama"
+
+[data.sources.code]
+files = ["a/*.py"]
+weight = 3.0
+
+[data.sources.chats]
+dataset = "some/name"
+weight = 1
+loss_on = "last"
+
+[data.template_options]
+enable_thinking = false
+"""
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    path = tmp_path / "several.toml"
+    path.write_text(SOURCES)
+    return path
+
+
+def test_sources_are_tables_by_name_and_what_they_leave_out_is_that_of_all(several: Path, tmp_path: Path) -> None:
+    settings, text = read_settings([str(several), "--data.sources.code.weight", "5", "--data.text_field", "body"])
+    code, chats = settings.data.of_sources().values()
+    assert settings.data.weights == (5, 1)
+    assert (code.files, code.loss_on, code.text_field) == (["a/*.py"], "assistant", "body")
+    assert (chats.dataset, chats.loss_on, chats.text_field) == ("some/name", "last", "body")
+    assert chats.template_options == {"enable_thinking": False}
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(text)
+    assert read(kept) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["--data.sources.code.nonsense", "5"], "data.sources: in one of them, there is no setting nonsense"),
+        (
+            ["--data.sources.code.loss_on", "none"],
+            "data.sources: in one of them, loss_on: Expected one of Literal['assistant', 'last', 'all']. Got value: none",
+        ),
+        (["--data.files", '["x"]'], "data.files and data.sources are both given; put all of them under data.sources"),
+        (["--data.sources.more.files", '["x"]'], "data.sources.more has no weight, but others have"),
+        (
+            ["--data.sources.chats.weight_field", "w"],
+            "data.sources.chats.weight_field is 'w', but training weighs all learnt tokens alike; leave it out",
+        ),
+    ],
+)
+def test_mistakes_in_sources_are_one_sentence(
+    several: Path, override: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(several), *override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_kept_settings_read_back_equal(config: Path, tmp_path: Path) -> None:
     settings, text = read_settings([str(config), "--plan.recompute", "all"])
     kept = tmp_path / "kept.yaml"
@@ -83,6 +144,10 @@ def test_kept_settings_read_back_equal(config: Path, tmp_path: Path) -> None:
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate must be above 0, not 0"),
         (["--optimizer.betas", "[0.9, 1.5]"], "optimizer.betas must be at most"),
         (["--data.files", "[]"], "data.files is empty"),
+        (
+            ["--data.weight_field", "w"],
+            "data.weight_field is 'w', but training weighs all learnt tokens alike; leave it",
+        ),
         (["--model.weights", "load"], "there is no model.path to load from"),
         (["--train.output", ""], "train.output is empty"),
     ],

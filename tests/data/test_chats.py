@@ -356,8 +356,6 @@ def test_labels_and_weights_follow_several_learnt_spans(tmp_path: Path) -> None:
     tokenizer = open_chats(tmp_path, records, weight_field="w").tokenizer
     text = tokenizer.decode(train.labels(0)[train.labels(0) != IGNORED])
     assert text == "fine  today<|im_end|>\nThe weather is fine <|im_end|>\n"
-    assert train.are_weighted
-    assert not open_chats(tmp_path, records).train.are_weighted
 
 
 def test_what_is_cut_off_or_weighs_nothing_is_counted(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ def _in_words(message: str) -> str:
         r"Expected one of \1. Got value: \2",
         message,
     )
+    message = re.sub(r"Problem with given class_path '[\w.]+': (.*)", r"in one of them, \1", message)
+    message = re.sub(r"Option '([\w.]+)' is not accepted", r"there is no setting \1", message)
+    message = message.replace(", NoneType.", ".")
     message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message)
     message = re.sub(r"Group '(\w+)' does not accept option '([\w.]+)'", r"there is no setting \1.\2", message)
     message = re.sub(r"unrecognized arguments: --([\w.]+).*", r"there is no setting \1", message)

@@ -98,11 +98,6 @@ class Sequences:
             weights[start:stop] = cache.weights[document]
         return weights
 
-    @property
-    def are_weighted(self) -> bool:
-        """Whether any of them weighs other than 1."""
-        return any(bool((cache.weights != 1).any()) for cache in self.caches)
-
     def _learnt(self, index: int) -> Iterator[tuple[int, int]]:
         """Where the labels stand that are learnt."""
         cache, document = self._place(index)
