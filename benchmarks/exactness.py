@@ -50,7 +50,7 @@ def random_case(seed: int) -> Case:
         schedules = ("zero-bubble",)
     layers = even_stages(4, num_stages) if placement.is_plain else random_layers(rng, 4, placement.num_parts)
     plan = random_plan(rng, lengths, layers, recompute=recompute, placement=placement, schedules=schedules)
-    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]))
+    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.3, 0.6]), weighted=seed % 5 == 0)
 
 
 def scattered(rng: random.Random, num_stages: int, parts_per_stage: int) -> Placement:
@@ -100,7 +100,7 @@ def layout_case(seed: int, layout: Layout) -> Case:
     layers = even_stages(4, layout.stages) if placement.is_plain else random_layers(rng, 4, placement.num_parts)
     schedules = ("zero-bubble",) if seed % 2 else SCHEDULES
     plan = random_plan(rng, lengths, layers, num_replicas=layout.replicas, placement=placement, schedules=schedules)
-    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.4]))
+    return Case(config, plan, seed=seed, masked=rng.choice([0.0, 0.4]), weighted=seed % 2 == 1)
 
 
 def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> tuple[dict[str, object], Counter[str]]:

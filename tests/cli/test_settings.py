@@ -107,10 +107,6 @@ def test_sources_are_tables_by_name_and_what_they_leave_out_is_that_of_all(sever
         ),
         (["--data.files", '["x"]'], "data.files and data.sources are both given; put all of them under data.sources"),
         (["--data.sources.more.files", '["x"]'], "data.sources.more has no weight, but others have"),
-        (
-            ["--data.sources.chats.weight_field", "w"],
-            "data.sources.chats.weight_field is 'w', but training weighs all learnt tokens alike; leave it out",
-        ),
     ],
 )
 def test_mistakes_in_sources_are_one_sentence(
@@ -144,10 +140,6 @@ def test_kept_settings_read_back_equal(config: Path, tmp_path: Path) -> None:
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate must be above 0, not 0"),
         (["--optimizer.betas", "[0.9, 1.5]"], "optimizer.betas must be at most"),
         (["--data.files", "[]"], "data.files is empty"),
-        (
-            ["--data.weight_field", "w"],
-            "data.weight_field is 'w', but training weighs all learnt tokens alike; leave it",
-        ),
         (["--model.weights", "load"], "there is no model.path to load from"),
         (["--train.output", ""], "train.output is empty"),
     ],

@@ -356,6 +356,8 @@ def test_labels_and_weights_follow_several_learnt_spans(tmp_path: Path) -> None:
     tokenizer = open_chats(tmp_path, records, weight_field="w").tokenizer
     text = tokenizer.decode(train.labels(0)[train.labels(0) != IGNORED])
     assert text == "fine  today<|im_end|>\nThe weather is fine <|im_end|>\n"
+    assert [train.sample(index).weight for index in (0, 1)] == [0.5, 2]
+    assert [sample.weight for sample in map(open_chats(tmp_path, records).train.sample, (0, 1))] == [1, 1]
 
 
 def test_what_is_cut_off_or_weighs_nothing_is_counted(tmp_path: Path) -> None:
@@ -381,7 +383,8 @@ def test_what_is_cut_off_or_weighs_nothing_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "shown"), [(-1, "-1"), ("x", "'x'"), (True, "True"), (float("inf"), "inf"), (10**10, "10000000000")]
+    ("weight", "shown"),
+    [(-1, "-1"), ("x", "'x'"), (True, "True"), (float("inf"), "inf"), (10**10, "10000000000"), (1e-40, "1e-40")],
 )
 def test_weights_that_are_none_are_refused(tmp_path: Path, weight: Any, shown: str) -> None:
     with pytest.raises(

@@ -103,7 +103,7 @@ def test_a_source_of_which_nothing_is_left_is_named(folder: Path) -> None:
         ({"files": ["a"], "split": "test"}, "data.subset and data.split belong to a data.dataset"),
         ({"sources": {"b": SourceSettings()}}, "data.sources.b needs either files or a dataset"),
         ({"sources": {"b": SourceSettings(files=["c"], split="x")}}, "data.sources.b has a subset or a split"),
-        ({"sources": {"b": SourceSettings(files=["c"], weight=-1)}}, "data.sources.b.weight must be above 0"),
+        ({"sources": {"b": SourceSettings(files=["c"], weight=-1)}}, "data.sources.b.weight must be at least 1e-09"),
         ({"sources": {"b": SourceSettings(files=["c"], weight=float("inf"))}}, "data.sources.b.weight must be at most"),
         (
             {"sources": {"b": SourceSettings(files=["c"], weight=1), "d": SourceSettings(files=["e"])}},

@@ -45,6 +45,25 @@ def test_blocks_equal_cross_entropy(mask: str, block: int, bias: bool) -> None:
         assert not hidden.grad.any()
 
 
+@pytest.mark.parametrize("block", [8, 100])
+@pytest.mark.parametrize("mask", ["none", "some", "all"])
+def test_weights_multiply_the_losses_of_their_tokens(mask: str, block: int) -> None:
+    hidden, head, labels = loss_inputs(mask, bias=True)
+    weights = 3 * torch.rand(TOKENS)
+    losses = nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORE, reduction="none")
+    expected = (losses * weights).sum()
+    reference = torch.autograd.grad(expected * 0.25, [hidden, *head.parameters()])
+    buffers = {id(p): torch.zeros_like(p) for p in head.parameters()}
+    loss = block_loss(
+        hidden, head, labels, weights=weights, scale=0.25, block_tokens=block, gradient_of=lambda p: buffers[id(p)]
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    found = [hidden.grad, *(buffers[id(p)] for p in head.parameters())]
+    for gradient, own in zip(reference, found, strict=True):
+        torch.testing.assert_close(own, gradient, rtol=0, atol=1e-13)
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, head, labels = loss_inputs("some")
     with torch.no_grad():

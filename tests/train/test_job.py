@@ -44,13 +44,14 @@ def make():
     assert job.rank == 0
     pieces = [Chunk((piece,)) for piece in cut(0, 5, [2])] + [Chunk(whole((5, 3), [1]))]
     plan = Plan((1, 1), (5, 3), (build_replica([Pipeline(tuple(pieces))], 2),), {"name": "by hand"})
-    return PlannedBatch(Batch.from_tokens([torch.arange(5), torch.arange(3)]), plan)
+    batch = Batch.from_tokens([torch.arange(5), torch.arange(3)])
+    return PlannedBatch(Batch(batch.tokens, batch.labels, [torch.full((5,), 0.5), torch.full((3,), 2.0)]), plan)
 
 planned = job.on_first(make)
 plan, batch = planned.plan, planned.batch
 plan.validate()
 seen["plan"] = [plan.hash, plan.lengths, dict(plan.metadata)]
-seen["batch"] = [[row.tolist() for row in rows] for rows in (batch.tokens, batch.labels)] + [batch.num_supervised]
+seen["batch"] = [[row.tolist() for row in rows] for rows in (batch.tokens, batch.labels, batch.weights)] + [batch.num_supervised, batch.total_weight]
 
 def make_list():
     assert job.rank == 0
@@ -96,7 +97,13 @@ def test_two_processes(tmp_path: Path) -> None:
     assert first["plan"] == second["plan"]
     assert first["plan"][1:] == [[5, 3], {"name": "by hand"}]
     assert first["batch"] == second["batch"]
-    assert first["batch"] == [[[0, 1, 2, 3, 4], [0, 1, 2]], [[1, 2, 3, 4, -100], [1, 2, -100]], 6]
+    assert first["batch"] == [
+        [[0, 1, 2, 3, 4], [0, 1, 2]],
+        [[1, 2, 3, 4, -100], [1, 2, -100]],
+        [[0.5] * 5, [2.0] * 3],
+        6,
+        6.0,
+    ]
     assert first["asked"] == second["asked"] == [1, 2, 3]
     assert first["then"] == second["then"] == 4
     for name in ("ask", "then_fails"):

@@ -31,7 +31,7 @@ def draw(rng: random.Random, family: str, num_stages: int, *, num_replicas: int 
     lengths = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 5))]
     layers = even_stages(4, num_stages)
     plan = random_plan(rng, lengths, layers, recompute=rng.choice(["none", "all", "random"]), num_replicas=num_replicas)
-    return Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5]))
+    return Case(FAMILIES[family](), plan, seed=seed, masked=rng.choice([0.0, 0.5]), weighted=rng.choice([False, True]))
 
 
 @given(st.integers(0, 100_000), st.sampled_from(sorted(FAMILIES)), st.integers(1, 3), st.integers(1, 2))

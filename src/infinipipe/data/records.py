@@ -7,7 +7,7 @@ from typing import Any
 
 from infinipipe.data.chats import CHAT_FIELDS, chat_of
 from infinipipe.data.documents import BadRecordError, Document
-from infinipipe.data.settings import MOST_WEIGHT, DataSettings
+from infinipipe.data.settings import LEAST_WEIGHT, MOST_WEIGHT, DataSettings
 from infinipipe.data.strict import load_json
 
 
@@ -81,9 +81,10 @@ def _weight(record: dict[str, Any], field: str) -> float:
         weight = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         weight = math.nan
-    if not 0 <= weight <= MOST_WEIGHT:
+    if weight != 0 and not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         raise BadRecordError(
-            f"has a weight {value!r} in {field!r} (data.weight_field) that is no number from 0 to {MOST_WEIGHT:g}"
+            f"has a weight {value!r} in {field!r} (data.weight_field) that is neither 0 nor a number from {LEAST_WEIGHT:g} to "
+            f"{MOST_WEIGHT:g}"
         )
     return weight
 

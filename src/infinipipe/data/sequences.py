@@ -98,6 +98,11 @@ class Sequences:
             weights[start:stop] = cache.weights[document]
         return weights
 
+    def weight(self, index: int) -> float:
+        """What the document of a sequence weighs in the loss."""
+        cache, document = self._place(index)
+        return float(cache.weights[document])
+
     def _learnt(self, index: int) -> Iterator[tuple[int, int]]:
         """Where the labels stand that are learnt."""
         cache, document = self._place(index)
@@ -174,6 +179,11 @@ class Sample:
     @property
     def weights(self) -> NDArray[np.float32]:
         return self.sequences.weights(self.index)
+
+    @property
+    def weight(self) -> float:
+        """That of its document in the loss."""
+        return self.sequences.weight(self.index)
 
     @property
     def name(self) -> str:

@@ -6,15 +6,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infinipipe.settings import SettingError, require_above, require_range
+from infinipipe.settings import SettingError, require_range
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "megatron"]
 Policy = Literal["drop", "truncate", "split", "error"]
 """For documents that are too long."""
 ONLY_SOURCE = "data"
 """Name of the source that ``data`` itself describes."""
-MOST_WEIGHT = 1e9
-"""The largest weight of a source, or of a document."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-9, 1e9
+"""Weights of sources, and those of documents that are not 0, lie between."""
 RESERVED = (
     "messages",
     "tools",
@@ -101,7 +101,7 @@ class DataSettings:
         prompt_field: the field of a prompt, which is read but not learnt, in records that have no text field
         completion_field: the field of the prompt's completion, which is learnt
         messages_field: the field of a chat, in records that have none of these; conversations is looked for too
-        weight_field: the field of a document's weight in the loss; if empty, all weigh 1
+        weight_field: the field of a document's weight in the loss, which is the weighted mean over the learnt tokens of a step; if empty, all weigh 1
         loss_on: what is learnt of a chat: every assistant turn, the last one, or all tokens
         prompts_as_chats: whether a prompt and its completion are a user's and an assistant's turn in the chat template, or plain text one after the other
         template_options: variables of the chat template, such as enable_thinking
@@ -205,5 +205,4 @@ def _check_source(name: str, source: SourceSettings) -> None:
     if source.dataset and source.format not in (None, "auto"):
         raise SettingError(f"data.sources.{name} has a format, which is for files; a dataset has its own")
     if source.weight:
-        require_above(f"data.sources.{name}.weight", source.weight, 0)
-        require_range(f"data.sources.{name}.weight", source.weight, at_most=MOST_WEIGHT)
+        require_range(f"data.sources.{name}.weight", source.weight, at_least=LEAST_WEIGHT, at_most=MOST_WEIGHT)

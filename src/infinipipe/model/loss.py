@@ -20,12 +20,14 @@ class LossTarget:
 
     Attributes:
         labels: (local tokens,) int64 with ``IGNORE`` where a token is not supervised.
+        weights: (local tokens,) float32, what each token's loss counts; 1 if there are none.
         scale: factor of the loss in its gradients.
         block_tokens: tokens whose logits exist at once.
         gradient_of: where the head's gradients accumulate; without it none is computed.
     """
 
     labels: Tensor
+    weights: Tensor | None
     scale: float
     block_tokens: int
     gradient_of: GradientOf | None
@@ -44,6 +46,7 @@ class _BlockLoss(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         labels: Tensor,
+        weights: Tensor | None,
         scale: float,
         block_tokens: int,
         gradient_of: GradientOf | None,
@@ -56,7 +59,8 @@ class _BlockLoss(torch.autograd.Function):
             if supervised.numel() == 0:
                 continue
             rows, targets = hidden[block][supervised], labels[block][supervised].unsqueeze(1)
-            rows_loss, rows_grad = _rows_loss(rows, weight, bias, targets, scale, gradient_of)
+            counts = None if weights is None else weights[block][supervised].unsqueeze(1)
+            rows_loss, rows_grad = _rows_loss(rows, weight, bias, targets, counts, scale, gradient_of)
             loss += rows_loss
             if hidden_grad is not None and rows_grad is not None:
                 hidden_grad[block][supervised] = rows_grad
@@ -66,7 +70,7 @@ class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden_grad,) = ctx.saved_tensors
-        return hidden_grad, None, None, None, None, None, None
+        return hidden_grad, None, None, None, None, None, None, None
 
 
 class LossHead(nn.Module):
@@ -85,6 +89,7 @@ class LossHead(nn.Module):
             hidden,
             self,
             target.labels,
+            weights=target.weights,
             scale=target.scale,
             block_tokens=target.block_tokens,
             gradient_of=target.gradient_of,
@@ -96,20 +101,27 @@ def _rows_loss(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     targets: Tensor,
+    counts: Tensor | None,
     scale: float,
     gradient_of: GradientOf | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss of supervised rows, and the gradient of the rows; logits, probabilities and their gradient are one buffer."""
+    """Loss of supervised rows, each counting ``counts`` or once, and the gradient of the rows.
+
+    Logits, probabilities and their gradient are one buffer.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
     logits = nn.functional.linear(rows, weight, bias).to(wide)
+    if counts is not None:
+        counts = counts.to(wide)  # before it is multiplied: a product in its own type would be rounded
     logits.sub_(logits.amax(1, keepdim=True))
     chosen = logits.gather(1, targets)
     total = logits.exp_().sum(1, keepdim=True)
-    loss = (total.log() - chosen).sum(dtype=torch.float64)
+    losses = total.log() - chosen
+    loss = (losses if counts is None else losses * counts).sum(dtype=torch.float64)
     if gradient_of is None:
         return loss, None
     logits.div_(total).scatter_add_(1, targets, logits.new_full(targets.shape, -1.0))
-    gradient = logits.mul_(scale).to(rows.dtype)
+    gradient = logits.mul_(scale if counts is None else scale * counts).to(rows.dtype)
     del logits
     add_product(gradient_of(weight), gradient.T, rows)
     if bias is not None:
@@ -122,14 +134,16 @@ def block_loss(
     head: nn.Linear | LossHead,
     labels: Tensor,
     *,
+    weights: Tensor | None = None,
     scale: float,
     block_tokens: int,
     gradient_of: GradientOf | None,
 ) -> Tensor:
-    """Sum of the token losses of a chunk, float64; its backward yields the gradients of ``scale`` times that sum.
+    """Weighted sum of the token losses of a chunk, float64; its backward yields the gradients of ``scale`` times that sum.
 
-    ``hidden`` is (tokens, hidden size), ``labels`` (tokens,) int64 with ``IGNORE`` where a token is not supervised. The
+    ``hidden`` is (tokens, hidden size), ``labels`` (tokens,) int64 with ``IGNORE`` where a token is not supervised, ``weights``
+    (tokens,) float32, or nothing where each counts once. The
     head's gradients are added to the buffers of ``gradient_of`` in the forward already; without it, no gradient is computed.
     The value that arrives in backward is ignored: the scale is the loss's only factor.
     """
-    return _BlockLoss.apply(hidden, head.weight, head.bias, labels, scale, block_tokens, gradient_of)
+    return _BlockLoss.apply(hidden, head.weight, head.bias, labels, weights, scale, block_tokens, gradient_of)

@@ -55,7 +55,7 @@ class StepResult:
     """What a stage's step yields.
 
     Attributes:
-        loss_sum: sum of the losses of this process's tokens; 0 on all stages but that with the last part.
+        loss_sum: weighted sum of the losses of this process's tokens; 0 on all stages but that with the last part.
         not_finite: chunks whose loss is not a finite number.
     """
 
@@ -108,7 +108,7 @@ class Executor:
     def step(self, replica: ReplicaPlan, batch: Batch, *, recorder: Records | None = None) -> StepResult:
         """Run all actions of the stage; gradients of the mean token loss add to ``parameters``.
 
-        The mean is over ``batch.num_supervised``, the supervised tokens of the whole global batch. A replica without chunks
+        The mean is over ``batch.total_weight``, what the supervised tokens of the whole global batch count. A replica without chunks
         joins in what its parameters do collectively.
         """
         result = StepResult()
@@ -259,9 +259,11 @@ class _Run:
 
     def _target(self, context: ChunkContext, *, learning: bool) -> LossTarget:
         labels = context.local(self._batch.chunk_labels(context.chunk), IGNORE)
+        weights = self._batch.chunk_weights(context.chunk)
         return LossTarget(
             labels.to(self._stage.device),
-            scale=1.0 / max(1, self._batch.num_supervised),
+            None if weights is None else context.local(weights, 0).to(self._stage.device),
+            scale=1.0 / (self._batch.total_weight or 1.0),
             block_tokens=self._block_tokens,
             gradient_of=self._parameters.gradient_of if learning else None,
         )

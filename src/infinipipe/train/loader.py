@@ -37,8 +37,8 @@ class SampledBatch:
 class PlannedBatch:
     """A global batch with its plan: what every process needs for a pass over it.
 
-    Pickled, its plan is JSON, so that all processes run what a plan file would say, and all tokens and labels are one int32 array:
-    thousands of int64 tensors, pickled one by one, would take about a second.
+    Pickled, its plan is JSON, so that all processes run what a plan file would say, and all tokens and labels are one int32 array, all
+    weights another: thousands of int64 tensors, pickled one by one, would take about a second.
     """
 
     batch: Batch
@@ -46,13 +46,16 @@ class PlannedBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         flat = torch.cat([*self.batch.tokens, *self.batch.labels]).to(torch.int32)
-        return self.__dict__ | {"batch": flat.numpy(), "plan": to_json(self.plan)}
+        weights = None if self.batch.weights is None else torch.cat(list(self.batch.weights)).numpy()
+        return self.__dict__ | {"batch": (flat.numpy(), weights), "plan": to_json(self.plan)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plan = from_json(state["plan"])
-        flat = torch.from_numpy(state["batch"]).to(torch.int64).view(2, plan.num_tokens)
+        content, weighed = state["batch"]
+        flat = torch.from_numpy(content).to(torch.int64).view(2, plan.num_tokens)
         tokens, labels = (row.split(list(plan.lengths)) for row in flat)
-        self.__dict__.update(state, batch=Batch(tokens, labels), plan=plan)
+        weights = None if weighed is None else torch.from_numpy(weighed).split(list(plan.lengths))
+        self.__dict__.update(state, batch=Batch(tokens, labels, weights), plan=plan)
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,12 @@ def require_supervised(batch: Batch) -> None:
 
 
 def make_batch(samples: Sequence[Sample]) -> Batch:
-    """Tokens and labels of those sequences."""
+    """Tokens and labels of those sequences, and weights if any weighs other than 1."""
+    is_weighted = any(sample.weight != 1 for sample in samples)
     return Batch(
         [torch.from_numpy(sample.tokens) for sample in samples],
         [torch.from_numpy(sample.labels) for sample in samples],
+        [torch.from_numpy(sample.weights) for sample in samples] if is_weighted else None,
     )
 
 

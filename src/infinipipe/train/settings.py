@@ -288,11 +288,3 @@ class Settings:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
-
-    def __post_init__(self) -> None:
-        for name, source in self.data.of_sources().items():
-            if source.weight_field:
-                at = f"data.sources.{name}.weight_field" if self.data.sources else "data.weight_field"
-                raise SettingError(
-                    f"{at} is {source.weight_field!r}, but training weighs all learnt tokens alike; leave it out"
-                )

@@ -145,7 +145,7 @@ class Trainer:
         peak = max([self._peak_bytes(), *(event.peak for event in events)])
         part = _Part(self.mesh.stage, result.loss_sum, peak, _sequences(result.not_finite))
         parts = self.job.gather_objects(part)
-        loss = sum(part.loss_sum for part in parts) / batch.num_supervised
+        loss = sum(part.loss_sum for part in parts) / batch.total_weight
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._diverged(number, loss, norm, parts, leader)
         self._announce(f"optimizer of step {number}")
@@ -226,14 +226,15 @@ class Trainer:
         self._announce(f"{WAITING} for the evaluation")
         limit, size = self.settings.train.evaluate_sequences, self.settings.data.sequences_per_step
         count = min(leader.ask(Leader.num_held_out), limit)
-        loss_sum, tokens = 0.0, 0
+        loss_sum, weight, tokens = 0.0, 0.0, 0
         for first in range(0, count, size):
             chosen = list(range(first, min(first + size, count)))
             planned = self._share(leader, partial(self._plan_held_out, chosen=chosen))
             loss_sum += self._executor.evaluate(planned.plan.replicas[self.mesh.replica], planned.batch).loss_sum
+            weight += planned.batch.total_weight
             tokens += planned.batch.num_supervised
         total = sum(self.job.gather_objects(loss_sum))
-        return Evaluation(total / tokens, tokens) if tokens else None
+        return Evaluation(total / weight, tokens) if tokens else None
 
     def _plan_held_out(self, leader: Leader, chosen: list[int]) -> PlannedBatch:
         batch = leader.held_out_batch(chosen)

@@ -28,6 +28,7 @@ class Case:
         dtype: ``float64``, ``float32`` or ``bfloat16``.
         seed: of weights, tokens and masks.
         masked: share of sequences whose first two thirds (a prompt) are not supervised; one of them is masked whole.
+        weighted: whether sequences count differently in the loss.
     """
 
     config: PretrainedConfig
@@ -35,6 +36,7 @@ class Case:
     dtype: str = "float64"
     seed: int = 0
     masked: float = 0.0
+    weighted: bool = False
     loss_block_tokens: int = 16
 
 
@@ -48,7 +50,7 @@ class Outcome:
 
 
 def make_batch(case: Case) -> Batch:
-    """The batch of a case: random tokens, prompts masked."""
+    """The batch of a case: random tokens, prompts masked, sequences weighted."""
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
     vocabulary = case.config.vocab_size
     tokens = [torch.randint(0, vocabulary, (n,), generator=generator) for n in case.plan.lengths]
@@ -58,7 +60,10 @@ def make_batch(case: Case) -> Batch:
         supervised[i][: 2 * len(tokens[i]) // 3] = False
     if chosen:
         supervised[chosen[0]][:] = False
-    return Batch.from_tokens(tokens, supervised)
+    batch = Batch.from_tokens(tokens, supervised)
+    if not case.weighted:
+        return batch
+    return Batch(tokens, batch.labels, [torch.full((n,), rng.uniform(0.1, 3)) for n in case.plan.lengths])
 
 
 def make_stage(case: Case, index: int) -> Stage:
@@ -122,7 +127,7 @@ def run_locally(case: Case, prepare: Callable[[Executor], None] | None = None) -
         parts += [
             stage_gradients(stage, executor.parameters) for stage, executor in zip(stages, executors, strict=True)
         ]
-    return compare(case, loss / max(1, batch.num_supervised), merge(parts))
+    return compare(case, loss / (batch.total_weight or 1.0), merge(parts))
 
 
 def features(case: Case) -> frozenset[str]:
@@ -137,6 +142,8 @@ def features(case: Case) -> frozenset[str]:
     if plan.num_parts > plan.num_stages > 1:
         per_stage = len(placement.parts[0])
         found |= {name for name, make in PLACEMENT_FEATURES.items() if placement == make(plan.num_stages, per_stage)}
+    if case.weighted:
+        found.add("weighted sequences")
     if 1 in plan.lengths and 2 in plan.lengths:
         found.add("sequences of 1 and 2 tokens")
     for replica in plan.replicas:

@@ -63,6 +63,5 @@ def run_in_pool(
     layout = layout or Layout(stages=case.plan.num_stages)
     layout = replace(layout, placement=case.plan.placement).for_heads(case.config.num_attention_heads)
     results = pool.run(run_stage, case, layout, policy)
-    num_supervised = max(1, make_batch(case).num_supervised)
-    loss = sum(loss for loss, _ in results) / num_supervised
+    loss = sum(loss for loss, _ in results) / (make_batch(case).total_weight or 1.0)
     return compare(case, loss, merge([gradients for _, gradients in results]))

@@ -54,17 +54,18 @@ def reference_step(model: PreTrainedModel, batch: Batch) -> tuple[float, dict[st
     """Mean token loss over the batch, and its gradients by parameter name; sequences run one by one."""
     total = torch.zeros((), dtype=torch.float64)
     model.zero_grad()
-    for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+    for index, (tokens, labels) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
         if bool((labels == IGNORE).all()):
             continue
         logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-        (loss / batch.num_supervised).backward()
+        losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        loss = losses.sum() if batch.weights is None else (losses * batch.weights[index]).sum()
+        (loss / batch.total_weight).backward()
         total += loss.detach()
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
     }
-    return float(total) / max(1, batch.num_supervised), gradients
+    return float(total) / (batch.total_weight or 1.0), gradients
 
 
 def relative_error(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
