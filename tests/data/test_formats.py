@@ -11,6 +11,7 @@ import lzma
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,16 @@ def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.json", b"[1, 2", "a.json is not JSON .*line 1.*data.format"),
-        ("a.json", b"[\xff]", "a.json is not UTF-8 at byte 1"),
+        ("a.json", b"[\xff]", "a.json is not JSON .*, nor UTF-8; mend it"),
         ("a.json", b"[" * 99_999, "a.json is nested too deeply; mend it"),
         ("a.json", b'[{"text": "a", "text": "b"}]', "a.json has the field 'text' twice; mend it"),
         ("a.jsonl", b'{"text": "a", "text": "b"}', "a.jsonl:1: the record has the field 'text' twice"),
         ("a.jsonl", b'{"text": "a", "x": [{"y": 1, "y": 2}]}', "a.jsonl:1: the record has the field 'y' twice"),
-        ("a.jsonl", b'{"text": "a", "x": ' + b"9" * 5000 + b"}", "a.jsonl:1: the record cannot be read .*4300 digits"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "x": ' + b"9" * 5000 + b"}",
+            "a.jsonl:1: the record has a number of more digits than can be read",
+        ),
         ("a.jsonl", b'{"text": "a"}\n' + b"\0" * 99, "a.jsonl:2: the record is not JSON"),
         ("a.csv", b"text,text\na,b\n", "a.csv has the column 'text' 2 times; leave one of them"),
         ("a.csv", "text\nabc\n".encode("utf-16"), "a.csv is text in UTF-16; write it in UTF-8"),
@@ -177,7 +182,7 @@ def test_a_zip_archive_is_refused(tmp_path: Path) -> None:
         ("a.csv", b"id;text\n1;b\n", r"a.csv has neither the field 'text' .*; its columns are 'id;text'"),
         ("a.csv", b"", "its columns are none"),
         ("a.csv", b"text,id\na,1,2\n", "a.csv:1: the record has more fields than the file has columns"),
-        ("a.csv", b"id,text\n1\n", "a.csv:1: the record has a field 'text' that is not a text"),
+        ("a.csv", b"id,text\n1\n", "a.csv:1: the record has fewer fields than the file has columns"),
         ("a.csv", b'text\n"abc', "a.csv is malformed at line 1"),
         ("a.csv", b"text\na\xffb\n", "a.csv:1 is not UTF-8; set data.on_undecodable"),
         ("a.parquet", b"PAR1 and so on", "cannot read .*a.parquet: it is damaged or cut off"),
@@ -398,3 +403,32 @@ def test_files_of_megatron_that_are_none_are_refused(tmp_path: Path) -> None:
     refused("version 1 with tokens of type 7, which is not known")
     index.write_bytes(whole[:-8] + (9).to_bytes(8, "little"))
     refused("a.idx is damaged: its documents do not divide its 4 sequences")
+
+
+def test_records_of_an_array_that_are_not_utf8_follow_the_policy_one_by_one(tmp_path: Path) -> None:
+    content = b'[{"text": "a\xff", "note": null}, {"text": "b"}, {"messages": [{"role": "user", "content": "\xff"}]}]'
+    (tmp_path / "a.json").write_bytes(content)
+    settings = DataSettings(files=[str(tmp_path / "a.json")], on_undecodable="drop")
+    counts = ReadCounts()
+    documents = list(read_documents(find_shards(settings), settings, counts))
+    assert [(document.name[-8:], document.text) for document in documents] == [("a.json:2", "b")]
+    assert counts.undecodable == 2
+    replaced = replace(settings, on_undecodable="replace")
+    texts = [
+        document.chat.messages[0]["content"] if document.chat else document.text
+        for document in read_documents(find_shards(replaced), replaced, ReadCounts())
+    ]
+    assert texts == ["a\ufffd", "b", "\ufffd"]
+
+
+def test_records_that_hold_more_than_one_form_are_counted(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    pair = {"prompt": "p", "completion": "c"}
+    records = [{"text": "t"}, {"text": "t", **chat}, {**pair, **chat}, {"prompt": "p", **chat}, {"text": None, **pair}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = DataSettings(files=[str(tmp_path / "a.jsonl")])
+    counts = ReadCounts()
+    documents = list(read_documents(find_shards(settings), settings, counts))
+    assert [document.text or document.chat is not None for document in documents] == ["t", "t", "c", True, "c"]
+    assert counts.ambiguous == 2
+    assert "2 hold more than one of a text, a prompt with its completion and a chat" in counts.describe(settings)

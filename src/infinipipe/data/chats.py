@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from infinipipe.data.documents import BadRecordError, Chat
+from infinipipe.data.documents import BadRecordError, Chat, DataError
 from infinipipe.data.settings import RESERVED
 from infinipipe.data.strict import load_json
 
@@ -100,6 +100,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     elif not given.get("tool_calls"):
         raise BadRecordError(f"has a message {number} without content")
     if given.get("tool_calls"):
+        if not isinstance(given["tool_calls"], list):
+            raise BadRecordError(f"has a message {number} whose tool_calls are not a list")
         given["tool_calls"] = [_tool_call(call, number) for call in given["tool_calls"]]
     return given
 
@@ -264,6 +266,8 @@ class ChatTemplate:
                 "the whole chat; set data.loss_on to last or all, or give a tokenizer.chat_template with "
                 "{% generation %} marks"
             )
+        if len(before) == len(until):
+            raise BadRecordError(f"has a message {index + 1} of which the chat template makes no text to learn")
         return len(before), len(until)
 
     def _require_tools(self, chat: Chat) -> None:
@@ -300,6 +304,7 @@ class ChatTemplate:
 
     def _text(self, chat: Chat, count: int, *, prompt: bool, marks: bool = False) -> tuple[str, list[Span]]:
         """The first ``count`` messages, with what asks for the next one if ``prompt``, and the template's own marks."""
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -311,6 +316,8 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **(self._values | chat.options),
             )
+        except TemplateSyntaxError as error:
+            raise DataError(f"the chat template is malformed at line {error.lineno}: {error.message}") from None
         except Exception as error:  # a template may raise whatever its expressions do
             raise BadRecordError(f"cannot be rendered by the chat template ({' '.join(str(error).split())})") from None
         return texts[0], [tuple(span) for span in spans[0]] if marks else []

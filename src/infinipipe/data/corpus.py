@@ -161,10 +161,7 @@ def unigram_entropy(counts: Sequence[NDArray[np.int64]]) -> float:
 def _usable(source: _Source, cache: TokenCache, tokenizer: TokenizerSettings) -> tuple[Pieces, list[str]]:
     """The sequences of a source, and what was met and done there."""
     if not len(cache):
-        described = cache.counts.describe(source.settings, tokenizer)
-        raise DataError(
-            f"data.{'dataset' if source.settings.dataset else 'files'} holds no usable document: {described}"
-        )
+        raise _nothing_usable(source.settings, cache.counts)
     lines = [cache.counts.describe(source.settings, tokenizer)]
     pieces, fitted = fit_length(cache, source.settings)
     excluded = left_out(source.settings, cache)
@@ -172,6 +169,11 @@ def _usable(source: _Source, cache: TokenCache, tokenizer: TokenizerSettings) ->
         pieces = pieces.chosen(~excluded[pieces.documents])
         fitted.append(f"{excluded.sum()} documents left out by data.exclude")
     return pieces, lines + fitted
+
+
+def _nothing_usable(settings: DataSettings, counts: ReadCounts) -> DataError:
+    named = "dataset" if settings.dataset else "files"
+    return DataError(f"data.{named} holds no usable document: {counts.describe(settings)}")
 
 
 def _unmatched(data: DataSettings, caches: Sequence[TokenCache]) -> list[str]:
@@ -242,17 +244,19 @@ def _trained_tokenizer(
 
 
 def _texts(sources: Sequence[_Source], most: int | None, reading: Reading) -> Iterator[str]:
-    """The texts of all documents, or of the first ``most`` of each source."""
-    before = 0
+    """The texts of all documents, or of the first ``most`` of each source. Raises ``DataError`` if there is none."""
+    before, counts = 0, ReadCounts()
     for source in sources:
 
         def step(documents: int, done: int, before: int = before) -> None:
             reading.step(documents, before + done)
 
-        documents = read_documents(source.shards, source.settings, ReadCounts(), step)
+        documents = read_documents(source.shards, source.settings, counts, step)
         for document in itertools.islice(documents, most):
             yield from _texts_of(document)
         before += source.size
+    if not counts.documents:
+        raise _nothing_usable(sources[0].settings, counts)
 
 
 def _texts_of(document: Document) -> list[str]:
@@ -300,10 +304,7 @@ def _write_cache(folder: Path, source: _Source, task: Task, report: Report | Non
                 builder.append(chunk)
                 reading.step(len(chunk.lengths), chunk.bytes_done)
     if not len(builder):
-        raise DataError(
-            f"data.{'dataset' if source.settings.dataset else 'files'} holds no usable document: "
-            f"{builder.counts.describe(source.settings)}"
-        )
+        raise _nothing_usable(source.settings, builder.counts)
     builder.write_index(folder, [shard.name for shard in source.shards])
     return builder.counts
 

@@ -82,6 +82,7 @@ class ReadCounts:
         empty_completions: records with a prompt whose completion is empty.
         undecodable: documents that are not UTF-8.
         bad_records: records that are no document.
+        ambiguous: records that hold more than one of a text, a prompt with its completion and a chat.
         unlearnt: documents of which nothing is to be learnt, by their weights.
         special: documents that spell a special token.
         cut: documents so long that only their beginning was tokenized.
@@ -96,6 +97,7 @@ class ReadCounts:
     empty_completions: int = 0
     undecodable: int = 0
     bad_records: int = 0
+    ambiguous: int = 0
     unlearnt: int = 0
     special: int = 0
     cut: int = 0
@@ -119,6 +121,11 @@ class ReadCounts:
             (self.empty_completions, "with a prompt and an empty completion, skipped"),
             (self.undecodable, f"not UTF-8, {did[settings.on_undecodable]}"),
             (self.bad_records, f"malformed records, {did[settings.on_bad_record]}"),
+            (
+                self.ambiguous,
+                "hold more than one of a text, a prompt with its completion and a chat, of which the first was taken; name "
+                "another field in data.text_field or data.prompt_field to have the next",
+            ),
             (self.unlearnt, "with nothing to learn by their weights, left out"),
             (self.special, f"spell a special token, taken {special} (tokenizer.special_tokens)"),
             (self.cut, "so long that only their beginning was tokenized"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from infinipipe.data.documents import BadRecordError, DataError, Document, ReadCounts
 from infinipipe.data.readers import what_it_is
-from infinipipe.data.records import document_of
+from infinipipe.data.records import document_of, is_ambiguous
 from infinipipe.data.settings import DataSettings
 from infinipipe.data.shards import Chunk, Shard, read_chunks
 from infinipipe.data.strict import load_json
@@ -94,10 +94,18 @@ def _document(chunk: Chunk, index: int, record: Any, settings: DataSettings, cou
             if index == 0 and chunk.first == 1 and not _is_text(record, name, settings, counts):
                 return None
             text = _decode(record, name, settings, counts)
-            return None if text is None else document_of(_json(text), name, settings)
-        if chunk.kind != "row":
+            if text is None:
+                return None
+            record = _json(text)
+        elif chunk.kind != "row":
+            if chunk.kind == "csv":
+                _require_all_fields(record)
             record = _repaired(record, name, settings, counts)
-        return None if record is None else document_of(record, name, settings)
+            if record is None:
+                return None
+        document = document_of(record, name, settings)
+        counts.ambiguous += is_ambiguous(record, settings)
+        return document
     except BadRecordError as error:
         refuse(name, error, settings, counts)
         return None
@@ -136,27 +144,36 @@ def _undecodable(name: str, problem: str, settings: DataSettings, counts: ReadCo
     counts.undecodable += 1
 
 
-def _repaired(row: dict[Any, Any], name: str, settings: DataSettings, counts: ReadCounts) -> dict[str, Any] | None:
-    """A row of CSV or of a table without the surrogates that stand for undecodable bytes; ``None`` if it is dropped."""
+def _require_all_fields(row: dict[Any, Any]) -> None:
+    """Raise ``BadRecordError`` for a row of CSV that is not as wide as the first one."""
     if None in row:
         raise BadRecordError("has more fields than the file has columns")
-    if any(_has_surrogates(value) for value in row.values()):
+    if None in row.values():
+        raise BadRecordError("has fewer fields than the file has columns")
+
+
+def _repaired(record: Any, name: str, settings: DataSettings, counts: ReadCounts) -> Any:
+    """A record without the surrogates that stand for undecodable bytes; ``None`` if it is dropped."""
+    if _has_surrogates(record):
         _undecodable(name, "is not UTF-8", settings, counts)
-        if settings.on_undecodable == "drop":
-            return None
-        row = {
-            field: value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            if isinstance(value, str)
-            else value
-            for field, value in row.items()
-        }
-    return row
+        return None if settings.on_undecodable == "drop" else _replaced(record)
+    return record
 
 
 def _has_surrogates(value: Any) -> bool:
-    return (
-        isinstance(value, str) and not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value)
-    )
+    if isinstance(value, str):
+        return not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value)
+    if isinstance(value, dict):
+        return any(_has_surrogates(key) or _has_surrogates(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(_has_surrogates, value))
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
+    return [_replaced(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -177,5 +194,8 @@ def _undecodable_row(row: Any) -> dict[str, Any]:
             content = column.cast(pyarrow.large_binary())[0].as_py()
             values[field] = None if content is None else content.decode("utf-8", "surrogateescape")
         else:
-            values[field] = column[0].as_py()
+            try:
+                values[field] = column[0].as_py()
+            except UnicodeDecodeError:  # a text within lists and structures, which cannot be repaired in place
+                values[field] = "\udc80"
     return _without_nulls(values)

@@ -134,25 +134,24 @@ class FileShard:
         with _opened(self.path) as (file, _):
             content = file.read()
         self._require_text(content)
-        text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+        is_utf8 = _is_utf8(content)
+        text = content.decode("utf-8", "surrogateescape").removeprefix("\ufeff").lstrip()
         if not text:
             return
         try:
-            value = load_json(text.decode("utf-8"))
+            value = load_json(text)
         except BadRecordError as error:
             raise DataError(f"{self.name} {error}; mend it, or leave it out with data.exclude") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.name} is not UTF-8 at byte {error.start}; leave it out with data.exclude") from None
         except json.JSONDecodeError as error:
-            if text.startswith(b"{") and error.msg == "Extra data":
+            if text.startswith("{") and error.msg == "Extra data":
                 yield from self._line_chunks(io.BytesIO(content), skip, lambda: self.size)
                 return
             raise DataError(
-                f"{self.name} is not JSON ({error.msg}, line {error.lineno}); mend it, leave it out with data.exclude, or "
-                "take such files as plain text with data.format"
+                f"{self.name} is not JSON ({error.msg}, line {error.lineno}){'' if is_utf8 else ', nor UTF-8'}; mend it, leave it out "
+                "with data.exclude, or take such files as plain text with data.format"
             ) from None
         rows = value if isinstance(value, list) else [value]
-        yield from self._row_chunks("row", rows[skip:], skip)
+        yield from self._row_chunks("row" if is_utf8 else "escaped", rows[skip:], skip)
 
     def _csv(self, skip: int, delimiter: str) -> Iterator[Chunk]:
         csv.field_size_limit(sys.maxsize)
@@ -318,6 +317,14 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise _damaged(path, error) from None
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

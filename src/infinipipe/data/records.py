@@ -34,6 +34,13 @@ def document_of(record: Any, name: str, settings: DataSettings) -> Document:
     raise BadRecordError(f"has {missing_fields(settings)}")
 
 
+def is_ambiguous(record: dict[str, Any], settings: DataSettings) -> bool:
+    """Whether a record holds more than one of what :func:`document_of` looks for in turn."""
+    is_prompted = record.get(settings.prompt_field) is not None and record.get(settings.completion_field) is not None
+    is_chat = any(record.get(field) is not None for field in (settings.messages_field, "conversations"))
+    return isinstance(record.get(settings.text_field), str) + is_prompted + is_chat > 1
+
+
 def missing_fields(settings: DataSettings) -> str:
     """What a record without any document lacks, in words."""
     return (

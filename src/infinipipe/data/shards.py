@@ -10,7 +10,7 @@ CHUNK_BYTES = 2**18
 """About what is read, and tokenized, at once."""
 CHUNK_RECORDS = 1024
 
-Kind = Literal["text", "line", "row", "csv", "table", "tokens"]
+Kind = Literal["text", "line", "row", "escaped", "csv", "table", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Chunk:
     """Records of one shard in a row, or several texts that are shards of their own; small enough to send to a process.
 
     Attributes:
-        kind: what a record is: the bytes of a ``text`` or of a ``line`` of JSON; a ``row``, read from JSON; one of strings of a
-            ``csv`` file whose undecodable bytes are surrogates; a row of an Arrow ``table``; ``tokens``.
+        kind: what a record is: the bytes of a ``text`` or of a ``line`` of JSON; a ``row``, read from JSON; an
+            ``escaped`` one, and one of a ``csv`` file, whose undecodable bytes are surrogates; a row of an Arrow ``table``; ``tokens``.
         names: of the shards.
         records: the records; those of a table as an Arrow stream.
         count: how many they are.

@@ -20,8 +20,8 @@ def load_json(text: str) -> Any:
         raise BadRecordError("is nested too deeply") from None
     except (json.JSONDecodeError, BadRecordError):
         raise
-    except ValueError as error:  # a number of thousands of digits
-        raise BadRecordError(f"cannot be read ({error})") from None
+    except ValueError:
+        raise BadRecordError("has a number of more digits than can be read") from None
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -82,10 +82,13 @@ def _from_folder_or_hub(path: str | Path) -> PreTrainedTokenizerBase:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"tokenizer.chat_template: cannot read {path!r}: {reason}") from None
+    if not text.strip():
+        raise DataError(f"tokenizer.chat_template: {path!r} is empty")
+    return text
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
