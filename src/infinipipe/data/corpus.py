@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _READING = (
     "format",
+    "reader",
     "text_field",
     "prompt_field",
     "completion_field",

@@ -55,7 +55,12 @@ def find_files(settings: DataSettings) -> list[Path]:
 
 def _with_index(path: str, settings: DataSettings) -> str:
     base, suffix = os.path.splitext(path)
-    if suffix == ".bin" and settings.format in ("auto", "megatron") and os.path.isfile(f"{base}.idx"):
+    if (
+        suffix == ".bin"
+        and not settings.reader
+        and settings.format in ("auto", "megatron")
+        and os.path.isfile(f"{base}.idx")
+    ):
         return f"{base}.idx"
     return path
 

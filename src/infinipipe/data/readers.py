@@ -6,6 +6,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import sys
@@ -21,6 +22,8 @@ from infinipipe.data.records import missing_fields, wanted_fields
 from infinipipe.data.settings import DataSettings
 from infinipipe.data.shards import CHUNK_BYTES, CHUNK_RECORDS, Chunk
 from infinipipe.data.strict import load_json
+from infinipipe.plan import PlanError
+from infinipipe.plan.loading import load_function
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -84,13 +87,17 @@ class FileShard:
     def stamp(self) -> object:
         with _readable(self.path):
             paths = [self.path]
+            if self.settings.reader:
+                paths.append(Path(self.settings.reader.rpartition(":")[0]))
             if self.format == "megatron":
                 paths.append(self.path.with_suffix(".bin"))
             return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
     @property
     def format(self) -> str:
-        """The format that the settings give, or that its suffix tells."""
+        """``own`` for a reader of the user's own, else the format that the settings give, or that its suffix tells."""
+        if self.settings.reader:
+            return "own"
         if self.settings.format != "auto":
             return self.settings.format
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
@@ -108,9 +115,25 @@ class FileShard:
             "parquet": self._parquet,
             "arrow": self._arrow,
             "megatron": self._megatron,
+            "own": self._own,
         }
         with _readable(self.path):
             yield from readers[self.format](skip)
+
+    def _own(self, skip: int) -> Iterator[Chunk]:
+        yield from self._row_chunks("row", itertools.islice(self._own_records(), skip, None), skip)
+
+    def _own_records(self) -> Iterator[Any]:
+        """What the user's function yields, each like a record of a JSON file. Raises ``DataError`` for what it raises."""
+        try:
+            yield from load_function(self.settings.reader, "data reader")(self.path)
+        except PlanError as error:
+            raise DataError(f"{self.name} cannot be read: {error}") from None
+        except Exception as error:
+            what = " ".join(str(error).split())
+            raise DataError(
+                f"{self.name} cannot be read: the data reader {self.settings.reader} fails: {type(error).__name__}: {what}"
+            ) from error
 
     def _text(self, skip: int) -> Iterator[Chunk]:
         if skip == 0:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from infinipipe.plan import PlanError
+from infinipipe.plan.loading import load_function
 from infinipipe.settings import SettingError, require_range
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "megatron"]
@@ -61,6 +63,7 @@ class SourceSettings:
         split: of the dataset
         weight: share of the tokens of training, relative to the other sources' weights; without weights, all sources are one corpus
         format: how files are read
+        reader: a function of one's own that reads them instead
         text_field: the field of a document's text
         prompt_field: the field of a prompt
         completion_field: the field of its completion
@@ -76,6 +79,7 @@ class SourceSettings:
     split: str = ""
     weight: float = 0.0
     format: Format | None = None
+    reader: str | None = None
     text_field: str | None = None
     prompt_field: str | None = None
     completion_field: str | None = None
@@ -97,6 +101,7 @@ class DataSettings:
         split: of the dataset; train if not given
         sources: several sources in place of files, each a table data.sources.NAME with files or dataset, a weight, and what else differs
         format: auto goes by the suffix (jsonl, json, csv, tsv, parquet, arrow, feather, idx of Megatron; all else is text); .gz, .bz2, .xz and .zst before that are unpacked
+        reader: a function of one's own, path/to/file.py:function, that yields the records of a file, in place of a format
         text_field: the field, or column, that holds a document's text
         prompt_field: the field of a prompt, which is read but not learnt, in records that have no text field
         completion_field: the field of the prompt's completion, which is learnt
@@ -125,6 +130,7 @@ class DataSettings:
     split: str = ""
     sources: dict[str, SourceSettings] = field(default_factory=dict)
     format: Format = "auto"
+    reader: str = ""
     text_field: str = "text"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
@@ -155,6 +161,7 @@ class DataSettings:
             )
         if not self.dataset and not self.sources and (self.subset or self.split):
             raise SettingError("data.subset and data.split belong to a data.dataset, but there is none")
+        _check_reader("data", self.reader, self.format, self.dataset)
         for name, source in self.sources.items():
             _check_source(name, source)
         if len({source.weight > 0 for source in self.sources.values()}) > 1:
@@ -197,7 +204,23 @@ class DataSettings:
         return dataclasses.replace(self, sources={}, **own)
 
 
+def _check_reader(section: str, reader: str | None, format: str | None, dataset: str) -> None:
+    if not reader:
+        return
+    if dataset:
+        raise SettingError(f"{section}.reader reads files, but {section} has a dataset; take one of them away")
+    if format not in (None, "auto"):
+        raise SettingError(
+            f"{section}.format and {section}.reader are both given; a reader knows its files' format, so leave format out"
+        )
+    try:
+        load_function(reader, "data reader")
+    except PlanError as error:
+        raise SettingError(f"{section}.reader: {error}") from None
+
+
 def _check_source(name: str, source: SourceSettings) -> None:
+    _check_reader(f"data.sources.{name}", source.reader, source.format, source.dataset)
     if bool(source.files) == bool(source.dataset):
         raise SettingError(f"data.sources.{name} needs either files or a dataset")
     if not source.dataset and (source.subset or source.split):
