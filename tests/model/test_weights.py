@@ -53,7 +53,7 @@ def test_stages_load_what_transformers_loads(name: str, tmp_path: Path) -> None:
     assert not any("language_model" in key for key in unused.get("not of the language model", []))
 
 
-@pytest.mark.parametrize(("name", "placement"), zip(UNLIKE_THE_MODULE, PLACEMENTS, strict=True))
+@pytest.mark.parametrize(("name", "placement"), list(zip(UNLIKE_THE_MODULE, PLACEMENTS, strict=True)))
 def test_stages_write_the_layout_that_they_read(name: str, placement: str, tmp_path: Path) -> None:
     FAMILIES[name].write(tmp_path)
     stored = Shards(tmp_path)
