@@ -171,3 +171,16 @@ def test_tensors_are_ignored_by_pattern_only_if_the_settings_say(tmp_path: Path)
     with pytest.raises(ValueError, match="2 tensors that the model has no place for, extra.one, extra.two"):
         Checkpoint(tmp_path, sizes())
     assert Checkpoint(tmp_path, sizes(), ignore=["extra.*"]).unused == {"by model.ignore": ["extra.one", "extra.two"]}
+
+
+def test_what_a_family_or_training_has_no_use_for_is_left_out_by_name(tmp_path: Path) -> None:
+    """Rotary frequencies that old versions wrote, and scales for computing in fp8."""
+    AutoModelForCausalLM.from_config(sizes()).save_pretrained(tmp_path)
+    frequencies, scale = "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.mlp.up_proj.input_scale"
+    rewrite(tmp_path, **{frequencies: torch.ones(6), scale: torch.ones(1)})
+    checkpoint = Checkpoint(tmp_path, sizes())
+    assert checkpoint.unused == {
+        "of no use to the family": [frequencies],
+        "scales of quantised activations": [scale],
+    }
+    assert f"not used, of no use to the family: 1, {frequencies}" in checkpoint.describe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infinipipe.cli.main import main
 from infinipipe.data import DataSettings, TokenizerSettings, train_tokenizer
 from infinipipe.model import covering, hub_fields
 from infinipipe.model.shards import Shards
+from infinipipe.train.assets import keep_assets
 from infinipipe.train.settings import ModelSettings, OptimizerSettings, PlanSettings, Settings
 
 from .pooled import Workers, change
@@ -127,6 +129,29 @@ def test_files_are_carried_over_as_they_were(ran: Ran) -> None:
     theirs, ours = (json.loads((place / "tokenizer_config.json").read_text()) for place in (ran.source, ran.model))
     assert ours == theirs | {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert hf.GenerationConfig.from_pretrained(ran.model).eos_token_id == [1, 106]
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_a_changed_chat_template_is_written_in_place_of_the_sources(ran: Ran, tmp_path: Path, in_config: bool) -> None:
+    """In whichever file the source keeps its own; and folders with the names of files are left alone."""
+    source = tmp_path / "source"
+    shutil.copytree(ran.source, source)
+    if in_config:
+        (source / "chat_template.jinja").unlink()
+        fields = json.loads((source / "tokenizer_config.json").read_text())
+        (source / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE}))
+    (source / "LICENSES").mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    assert tokenizer.chat_template == TEMPLATE
+    tokenizer.chat_template = TEMPLATE + "!"
+    for _ in range(2):
+        keep_assets(tmp_path, tokenizer, str(source))
+        kept = tmp_path / "assets"
+        assert AutoTokenizer.from_pretrained(kept).chat_template == TEMPLATE + "!"
+        assert (kept / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        assert (kept / "LICENSE.txt").is_file()
+        assert not (kept / "LICENSES").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "assets"}
 
 
 def test_the_card_tells_of_data_settings_and_plans(ran: Ran) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from transformers import AutoTokenizer, PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 from infinipipe.data import DataSettings, TokenizerSettings, open_corpus, train_tokenizer
 from infinipipe.train.model import Vocabulary, model_config, open_model
 from infinipipe.train.planning import StepPlanner
-from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings
+from infinipipe.train.settings import ModelSettings, ParallelSettings, PlanSettings, Settings, TrainSettings
 
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
@@ -234,6 +235,22 @@ def test_a_new_model_has_the_tokenizers_special_tokens(tmp_path: Path) -> None:
     assert (config.vocab_size, config.eos_token_id, config.bos_token_id) == (vocabulary.size, 0, None)
     own = Settings(model=ModelSettings(config=FIELDS | {"eos_token_id": 7}), data=DataSettings(files=["x"]))
     assert open_model(own, vocabulary).config.eos_token_id == 7
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("source", torch.float16), ("float32", torch.float32), ("bfloat16", torch.bfloat16)],
+)
+def test_weights_are_written_in_the_sources_dtype_unless_the_settings_say(
+    chosen: Literal["source", "float32", "bfloat16"], expected: torch.dtype, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**FIELDS | {"vocab_size": 64}))
+    model.to(torch.float16).save_pretrained(tmp_path)
+    train, data = TrainSettings(export_dtype=chosen), DataSettings(files=["x"], max_length=99)
+    loads = Settings(model=ModelSettings(path=str(tmp_path), weights="load"), data=data, train=train)
+    assert open_model(loads).export_dtype == expected
+    random = Settings(model=ModelSettings(path=str(tmp_path)), data=data, train=train)
+    assert open_model(random).export_dtype == (torch.float32 if chosen == "source" else expected)
 
 
 def test_a_tokenizer_may_have_more_entries_than_the_embedding(tmp_path: Path) -> None:
