@@ -36,10 +36,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from infinipipe.cost import ModelShape
 from infinipipe.data import DataSettings, TokenizerSettings
 from infinipipe.data.tokenizer import train_tokenizer
 from infinipipe.model import UnsupportedModelError, meta_model
+from infinipipe.runtime.footprint import footprint
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.train.job import Job
 from infinipipe.train.loop import Run
@@ -176,7 +176,7 @@ class Families:
         except UnsupportedModelError as error:
             found.problems.append(str(error))
         usual = type(config)()
-        counted = ModelShape.from_config(usual.to_dict()).parameters
+        counted = footprint(usual, torch.float32).shape.parameters
         found.planned = abs(counted / sum(p.numel() for p in meta_model(usual).parameters()) - 1) < PLANNED_LIMIT
         plain = load(source)
         if family.overrides:

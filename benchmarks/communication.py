@@ -118,7 +118,7 @@ def measure(rank: int, plan: Plan, layout: Layout, changes: dict[str, Any]) -> d
     stage = build_stage(FAMILIES["qwen3"](**changes), plan.stage_layers, mesh.parts, seed=0)
     own = sum(p.numel() for p in stage.model.parameters())
     tied = 0 if stage.shared is None else stage.model.get_parameter(stage.shared.name).numel()
-    parameters = make_parameters(stage, mesh, torch.float32, "keep")
+    parameters = make_parameters(stage, mesh, torch.float32, "keep", "whole")
     executor = Executor(stage, mesh.transport(), parameters, shard=mesh.shard)
     optimizer = build_optimizer((p for _, p in parameters.named()), OptimizerSettings())
     generator = torch.Generator().manual_seed(0)

@@ -20,9 +20,9 @@ from functools import partial
 
 import torch
 
-from infinipipe.cost import even_stages
+from infinipipe.cost import GatherPolicy, GradientPolicy, even_stages
 from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
-from infinipipe.runtime import GatherPolicy, Layout
+from infinipipe.runtime import Layout
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool
 from infinipipe.verify.plans import SCHEDULES, random_layers
@@ -88,6 +88,7 @@ LAYOUTS = (
     Layout(sequence=8),
 )
 POLICIES: tuple[GatherPolicy, ...] = ("keep", "release")
+GRADIENTS: tuple[GradientPolicy, ...] = ("whole", "sharded")
 
 
 def layout_case(seed: int, layout: Layout) -> Case:
@@ -111,12 +112,14 @@ def run_layouts(pool: WorkerPool, rounds: int, seed: int) -> tuple[dict[str, obj
     for number in range(rounds * len(POLICIES)):
         for index, layout in enumerate(LAYOUTS):
             case = layout_case(seed + number * len(LAYOUTS) + index, layout)
-            outcome = run_in_pool(pool, case, layout, policy=POLICIES[number % len(POLICIES)])
+            policy, gradients = POLICIES[number % len(POLICIES)], GRADIENTS[(number // len(POLICIES) + index) % 2]
+            outcome = run_in_pool(pool, case, layout, policy=policy, gradients=gradients)
             name = f"{layout.replicas}x{layout.stages}x{layout.sequence}"
             worst[name] = max(worst.get(name, 0.0), outcome.gradient_error)
             worst_loss = max(worst_loss, outcome.loss_difference)
             cases += 1
             features.update(outcome.features)
+            features["sharded gradients"] += gradients == "sharded" and layout.sequence > 1
             empty += any(not replica.chunks for replica in case.plan.replicas)
     figures: dict[str, object] = {
         "cases": cases,

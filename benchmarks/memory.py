@@ -23,11 +23,12 @@ from functools import lru_cache
 import torch
 from transformers import LlamaConfig
 
-from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.cost import flop_cost
 from infinipipe.model import build_stage
 from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut
 from infinipipe.planner.memory import check
 from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, ProcessGroupTransport, channel_groups
+from infinipipe.runtime.footprint import footprint
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.runtime.transport import ChannelGroups
 
@@ -117,12 +118,14 @@ def measure(
     """Run a plan on the pool and evaluate the formula on its action lists."""
     model = Model(layers=sum(stage_layers))
     plan = make_plan(stage_layers, sequences, length, slices, recomputed=recomputed)
+    known = footprint(model.config(), torch.float32)
     cost = flop_cost(
-        ModelShape.from_config(model.config().to_dict()),
+        known.shape,
         plan.stage_layers,
         element_bytes=4,
         states=[0] * plan.num_stages,
         block_tokens=LOSS_BLOCK_TOKENS,
+        layers=known.layers,
     )
     (formula,) = check(plan, cost, 2**62)
     measured = pool.run(measure_stage, model, plan, ranks=range(plan.num_stages))

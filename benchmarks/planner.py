@@ -31,6 +31,7 @@ from resident import resident_preset
 
 from infinipipe.cost import (
     AnalyticCost,
+    Holding,
     ModelShape,
     balanced_stages,
     even_stages,
@@ -65,11 +66,9 @@ WINDOWED = ModelShape(
     head_dim=128,
     vocab=262144,
     tied=True,
-    norms=4,
-    qk_norm=True,
     windows=(1024, 1024, 1024, 1024, 1024, 0),
 )
-"""The shape of Gemma 3 27B."""
+"""The sizes of Gemma 3 27B."""
 WIDE_HEAD = ModelShape(layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064)
 """The shape of Qwen2.5 7B."""
 
@@ -329,7 +328,7 @@ def never_slower(count: int) -> dict[str, object]:
 
 def resident_cost(shape: ModelShape, layers: Sequence[int]) -> AnalyticCost:
     """The cost model of the shape on stages of eight devices that share its states and keep parameters gathered."""
-    states = state_bytes(shape, layers, shards=8)
+    states = state_bytes(shape, layers, None, Holding(sequence_parallel=8))
     return flop_cost(shape, layers, flops_per_second=150e12, chunk_seconds=0.02, sequence_parallel=8, states=states)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from infinipipe.cost import (
     AnalyticCost,
     CostError,
+    Holding,
     Link,
     ModelShape,
     PassTime,
@@ -59,7 +59,7 @@ def test_time_is_equation_1() -> None:
     chunk = CHUNKS[1]
     pairs = 200**2 - 100**2 + 30**2
     tokens = 130
-    layer = (2 * 64 * pairs + 2 * SHAPE.layer_weights * tokens) / 1e9 + 1e-3 / 8
+    layer = (2 * 64 * pairs + 2 * SHAPE.mean_work * tokens) / 1e9 + 1e-3 / 8
     assert cost.pass_seconds("forward", chunk, 1) == pytest.approx(3 * layer)
     assert cost.pass_seconds("backward", chunk, 1) == pytest.approx(6 * layer)
     assert cost.recompute_seconds(chunk, 1, 2) == pytest.approx(2 * layer)
@@ -92,59 +92,8 @@ def test_a_recomputed_layer_holds_its_input_and_cut_sequences_keep_keys_in_the_s
 def test_parameters_of_known_models() -> None:
     llama = ModelShape(layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000)
     assert llama.parameters == 6_738_415_616
-    sizes = state_bytes(llama, (8, 8, 8, 8), bytes_per_parameter=16)
-    assert sum(sizes) == 16 * llama.parameters
     tied = dataclasses.replace(llama, tied=True)
-    assert sum(state_bytes(tied, (32,))) == 16 * tied.parameters
-
-
-def test_shape_from_a_configuration() -> None:
-    config = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    }
-    shape = ModelShape.from_config(config)
-    assert (shape.query_width, shape.kv_width, shape.tied, shape.gated, shape.qk_norm) == (2048, 1024, True, True, True)
-    with pytest.raises(CostError, match="hidden_size"):
-        ModelShape.from_config({"num_hidden_layers": 2})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number of at least 1"),
-        ({"num_hidden_layers": -4}, "num_hidden_layers is -4; it must be"),
-        ({"hidden_size": 8.5}, "hidden_size is 8.5; it must be"),
-        ({"intermediate_size": "16"}, "intermediate_size is '16'; it must be"),
-        ({"vocab_size": True}, "vocab_size is True; it must be"),
-        ({"vocab_size": None}, "vocab_size is missing; it must be"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of num_key_value_heads, 3"),
-        ({"head_dim": -8}, "head_dim is -8; it must be"),
-        ({"sliding_window": -8}, "sliding_window is -8; it must be"),
-        ({"sliding_window": 8, "max_window_layers": "all"}, "max_window_layers is 'all'; it must be"),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types is no list of 2 types"),
-        ({"sliding_window": 8, "layer_types": "full_attention"}, "layer_types is no list of 2 types"),
-    ],
-)
-def test_an_impossible_configuration_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 100,
-    }
-    with pytest.raises(CostError, match=f"the model configuration's {message}"):
-        ModelShape.from_config(config | changes)
+    assert llama.parameters - tied.parameters == 32000 * 4096
 
 
 def test_stages_are_even_with_lighter_ends() -> None:
@@ -214,13 +163,13 @@ def test_a_first_half_needs_what_piles_up_behind_recomputed_layers() -> None:
 
 def test_parts_on_one_stage_share_its_states() -> None:
     tied = dataclasses.replace(SHAPE, tied=True, layers=8)
-    plain = state_bytes(tied, (2, 2, 2, 2))
-    placed = state_bytes(tied, (2, 2, 2, 2), Placement.v_shaped(2))
+    plain = state_bytes(tied, (2, 2, 2, 2), None, Holding(element_bytes=4))
+    placed = state_bytes(tied, (2, 2, 2, 2), Placement.v_shaped(2), Holding(element_bytes=4))
     assert placed[0] == plain[0] + plain[3] - 16 * tied.embedding_weights, (
         "the weight that both ends share is there once"
     )
     assert placed[1] == plain[1] + plain[2]
-    cost = flop_cost(tied, (2, 2, 2, 2), placement=Placement.v_shaped(2))
+    cost = flop_cost(tied, (2, 2, 2, 2), element_bytes=4, placement=Placement.v_shaped(2))
     assert cost.states == placed
     with pytest.raises(CostError, match="names 4 parts, but stage_layers has 2 entries"):
         dataclasses.replace(cost, stage_layers=(4, 4))

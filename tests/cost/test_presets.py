@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinipipe.cost import CostError, load_cost, preset, preset_names, save_cost
+from infinipipe.cost import CostError, WorkingSet, load_cost, preset, preset_names, save_cost
 from infinipipe.cost.presets import CALIBRATIONS, MODELS
 
 
@@ -26,7 +26,7 @@ def test_other_models_are_scaled_and_say_so() -> None:
         assert ("scaled" in cost.source) == (not name.startswith("7b"))
     small, large = preset("7b-a100", 4), preset("13b-a100", 4)
     ratio = large.forward.token * 40 / (small.forward.token * 32)
-    weights = MODELS["13b"].layer_weights * 40 / (MODELS["7b"].layer_weights * 32)
+    weights = MODELS["13b"].mean_work * 40 / (MODELS["7b"].mean_work * 32)
     assert ratio == pytest.approx(weights)
 
 
@@ -41,7 +41,7 @@ def test_cost_files_come_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('"version": 1', '"version": 9'), "not of version 1"),
+        (('"version": 2', '"version": 9'), "not of version 2"),
         (('"pair"', '"pears"'), "unknown field 'pears'"),
         (('"stage_layers": [', '"stage_layers": ["a",'), "stage_layers must be a list of whole numbers"),
         (("{", "["), "not JSON"),
@@ -81,7 +81,7 @@ def test_what_a_fit_may_make_negative_is_read(tmp_path: Path) -> None:
     cost = dataclasses.replace(
         cost,
         forward=dataclasses.replace(cost.forward, context=-cost.forward.pair),
-        memory=dataclasses.replace(cost.memory, layer=-1.0, backward_attention=-1.0),
+        memory=dataclasses.replace(cost.memory, layer=-1.0, backward=WorkingSet(attention=-1.0)),
     )
     save_cost(cost, tmp_path / "cost.json")
     assert load_cost(tmp_path / "cost.json") == cost

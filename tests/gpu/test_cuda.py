@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig
 
-from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.cost import flop_cost
 from infinipipe.model import build_stage
 from infinipipe.model.backends import CpuAttention, CudaAttention, Segments
 from infinipipe.plan import Chunk, Pipeline, ReplicaPlan, build_replica, cut, whole
 from infinipipe.planner.memory import replica_peaks
 from infinipipe.runtime import Batch, Executor, Parameters, connect, step_locally
+from infinipipe.runtime.footprint import footprint
 
 CUDA = torch.device("cuda")
 SEGMENTS = [
@@ -142,7 +143,8 @@ def test_the_memory_formula_agrees_with_the_allocator(slices: int, recompute: in
     pieces = cut(0, length, [length * i // slices for i in range(1, slices)])
     chunks = tuple(Chunk((piece,)) for piece in pieces)
     replica: ReplicaPlan = build_replica([Pipeline(chunks)], 1, recompute=[[recompute] * slices])
-    cost = flop_cost(ModelShape.from_config(config.to_dict()), (4,), element_bytes=2, states=[0], block_tokens=256)
+    known = footprint(config, torch.bfloat16)
+    cost = flop_cost(known.shape, (4,), element_bytes=2, states=[0], block_tokens=256, layers=known.layers)
     run = executor(config, torch.bfloat16, CUDA)
     batch = Batch.from_tokens([torch.arange(length) % 1024])
     step_locally([run], replica, batch)

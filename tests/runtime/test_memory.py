@@ -4,19 +4,22 @@ import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
-from infinipipe.cost import ModelShape, flop_cost
+from infinipipe.cost import flop_cost
 from infinipipe.model import build_stage
 from infinipipe.plan import (
     ActionLists,
     BackwardInput,
     BackwardWeight,
+    Channel,
     Chunk,
     Forward,
     Pipeline,
@@ -25,9 +28,13 @@ from infinipipe.plan import (
     ReplicaPlan,
     build_replica,
     cut,
+    whole,
 )
 from infinipipe.planner.memory import replica_peaks
+from infinipipe.profile.workers import with_layers
 from infinipipe.runtime import Batch, Executor, MemoryMeter, Parameters, connect, step_locally
+from infinipipe.runtime.footprint import footprint
+from infinipipe.verify.families import FAMILIES
 
 KIB = 1024
 
@@ -136,8 +143,16 @@ def prepare(
         replica = replace(replica, actions=order(replica))
     plan = Plan(stage_layers, (LENGTH,), (replica,))
     plan.validate()
-    shape = ModelShape.from_config(config.to_dict())
-    cost = flop_cost(shape, stage_layers, element_bytes=4, states=[0], block_tokens=BLOCK, placement=placement)
+    known = footprint(config, torch.float32)
+    cost = flop_cost(
+        known.shape,
+        stage_layers,
+        element_bytes=4,
+        states=[0],
+        block_tokens=BLOCK,
+        placement=placement,
+        layers=known.layers,
+    )
     stage = build_stage(config, stage_layers, placement.parts[0])
     executor = Executor(stage, connect(1)[0], Parameters(stage), loss_block_tokens=BLOCK)
     batch = Batch.from_tokens([torch.arange(LENGTH) % 128])
@@ -214,6 +229,72 @@ def test_the_formula_bounds_a_step_closely(slices: int, recompute: int) -> None:
         step()
     assert meter.current == 0
     assert 0.995 <= formula / meter.peak <= 1.06
+
+
+class Alone:
+    """The transport of a stage without neighbours: what it receives is made up, what it sends goes nowhere."""
+
+    def receive(self, channel: Channel, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Alone.Made:
+        return self.Made(torch.randn(shape).to(dtype))
+
+    def send(self, channel: Channel, tensor: Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+    class Made:
+        """A message that is there."""
+
+        def __init__(self, message: Tensor) -> None:
+            self._message = message
+
+        def ready(self) -> bool:
+            return True
+
+        def wait(self) -> Tensor:
+            return self._message
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 2000, "head_dim": 16}
+MODELS = {
+    **{name: partial(family, **SIZES) for name, family in FAMILIES.items()},
+    "qwen3_moe": partial(
+        Qwen3MoeConfig,
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+    ),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_formula_holds_for_every_family_and_stage(name: str, dtype: torch.dtype, stage: int, split: bool) -> None:
+    config, layers = with_layers(MODELS[name](), 6), (2, 2, 2)
+    known = footprint(config, dtype)
+    cost = flop_cost(
+        known.shape, layers, element_bytes=dtype.itemsize, states=[0] * 3, block_tokens=64, layers=known.layers
+    )
+    lengths = (700, 500, 90)
+    first, second = cut(0, 700, [350])
+    chunks = (Chunk((first,)), Chunk((second, *whole(lengths, [2]))), Chunk(whole(lengths, [1])))
+    bench = build_stage(config, layers, stage)
+    executor = Executor(bench, Alone(), Parameters(bench, dtype), loss_block_tokens=64)
+    batch = Batch.from_tokens([torch.randint(0, 2000, (length,)) for length in lengths])
+    ratios = []
+    for recompute in (0, 1, 2):
+        schedule = "zero-bubble" if split else "1f1b"
+        replica = build_replica((Pipeline(chunks),), 3, schedule=schedule, recompute=[[recompute] * 3] * 3)
+        with MemoryMeter() as meter:
+            executor.step(replica, batch)
+        assert meter.current == 0
+        ratios.append(replica_peaks(replica, cost)[stage] / meter.peak)
+    assert min(ratios) >= 0.99
+    assert max(ratios) <= 1.12
 
 
 def test_the_gradient_of_a_large_embedding_is_counted() -> None:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.cost import even_stages
+from infinipipe.cost import GatherPolicy, even_stages
 from infinipipe.plan import Chunk, Pipeline, Placement, Plan, build_replica, cut, whole
-from infinipipe.runtime import GatherPolicy, Layout
+from infinipipe.runtime import Layout
 from infinipipe.runtime.pool import WorkerError, WorkerPool
 from infinipipe.verify import FAMILIES, Case, random_plan, run_in_pool, run_locally
 from infinipipe.verify.plans import random_layers, random_placement

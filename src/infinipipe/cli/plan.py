@@ -13,12 +13,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from infinipipe.cli.models import read_footprint
 from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
 from infinipipe.cost import (
     AnalyticCost,
     CostError,
     CostModel,
-    ModelShape,
+    GatherPolicy,
+    GradientPolicy,
+    Holding,
     balanced_stages,
     flop_cost,
     state_bytes,
@@ -53,6 +56,9 @@ class PlanOptions:
         placement: which parts of the model (virtual stages) lie on which stage: plain, one on each; interleaved, part k on stage k mod stages; v, there and back; that of the cost file, which has no other.
         parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2.
         sequence_parallel: devices that share a stage's tokens; 8 if not given, or those of the cost file, which has no others.
+        dtype: of the computing, for a Hugging Face configuration only; bfloat16 if not given.
+        gather_policy: whether the parameters of a stage, where devices share them, stay gathered through a step (keep, if not given) or are released after each use; not with a cost file.
+        gradient_policy: whether gradients, where devices share a stage, accumulate whole (if not given) or sharded, which takes less memory and a message for every layer of every chunk; not with a cost file.
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
         context: longest sequence; longer ones are clipped to it.
@@ -77,6 +83,9 @@ class PlanOptions:
     placement: Literal["plain", "interleaved", "v"] | None = None
     parts_per_stage: int | None = None
     sequence_parallel: int | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    gather_policy: GatherPolicy | None = None
+    gradient_policy: GradientPolicy | None = None
     batch: int | None = None
     seed: int = 0
     context: int | None = None
@@ -119,6 +128,17 @@ class PlanOptions:
             return placement_named(name, self.stages or STAGES, self.parts_per_stage or (1 if name == "plain" else 2))
         except ValueError as error:
             raise PlanError(f"placement with parts_per_stage: {error}") from None
+
+    @property
+    def holding(self) -> Holding:
+        """How the devices of a stage hold its states, for a model without a cost file."""
+        return Holding(
+            element_bytes=4 if self.dtype == "float32" else 2,
+            sequence_parallel=self.sequence_parallel or SEQUENCE_PARALLEL,
+            replicas=self.replicas,
+            gather_policy=self.gather_policy or "keep",
+            gradient_policy=self.gradient_policy or "whole",
+        )
 
     def planner_settings(self) -> PlannerSettings:
         """The planner's part of the options."""
@@ -165,25 +185,35 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> CostModel:
     """
     path, placement = Path(options.model), options.placed
     if is_reference(options.model):
-        for name in ("sequence_parallel", "chunk_seconds", "flops_per_second"):
+        for name in (
+            "sequence_parallel",
+            "chunk_seconds",
+            "flops_per_second",
+            "dtype",
+            "gather_policy",
+            "gradient_policy",
+        ):
             _require_unset(options, name, f"cost model {options.model}")
         return load_model(options.model, placement)
     sequence_parallel = options.sequence_parallel or SEQUENCE_PARALLEL
     if options.model in preset_names():
-        _require_unset(options, "flops_per_second", f"preset {options.model}")
+        for name in ("flops_per_second", "dtype"):
+            _require_unset(options, name, f"preset {options.model}")
         return preset(
             options.model,
             placement.num_parts,
             sequence_parallel=sequence_parallel,
             chunk_seconds=options.chunk_seconds,
             placement=placement,
+            holding=options.holding,
         )
     if not path.exists():
         raise CostError(
             f"model {options.model!r} is neither a file nor a preset; presets are {', '.join(preset_names())}"
         )
     if path.is_dir() or path.name == "config.json":
-        shape = ModelShape.from_file(path)
+        known = read_footprint(path, options.dtype)
+        shape = known.shape
         stage_layers = balanced_stages(shape, placement.num_parts, typical_length(lengths))
         return flop_cost(
             shape,
@@ -191,11 +221,13 @@ def read_cost(options: PlanOptions, lengths: Sequence[int]) -> CostModel:
             flops_per_second=options.flops_per_second or FLOPS_PER_SECOND,
             chunk_seconds=PlanSettings.chunk_seconds if options.chunk_seconds is None else options.chunk_seconds,
             sequence_parallel=sequence_parallel,
-            states=state_bytes(shape, stage_layers, placement, shards=sequence_parallel),
+            element_bytes=options.holding.element_bytes,
+            states=state_bytes(shape, stage_layers, placement, options.holding),
             placement=placement,
+            layers=known.layers,
         )
     cost = load_cost(path)
-    for name in ("chunk_seconds", "flops_per_second"):
+    for name in ("chunk_seconds", "flops_per_second", "dtype", "gather_policy", "gradient_policy"):
         _require_unset(options, name, f"cost file {path}")
     for name, own in (("stages", cost.num_stages), ("sequence_parallel", cost.sequence_parallel)):
         if getattr(options, name) not in (None, own):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from infinipipe.profile.design import Design
     from infinipipe.profile.session import Progress as Report
     from infinipipe.profile.workers import Setup
+    from infinipipe.runtime.footprint import footprint
 
 
 STAGES = 2
@@ -157,8 +158,8 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
 
     config = load_config(options.model)
     check_supported(config)
+    shape = footprint(config, getattr(torch, options.dtype)).shape
     if options.stage_layers is None:
-        shape = ModelShape.from_config(config.to_dict())
         stage_layers = balanced_stages(shape, options.placed.num_parts, options.longest)
     else:
         stage_layers = tuple(options.stage_layers)
@@ -193,7 +194,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     if processes == len(stage_layers) and options.layers is None:
         measured = stage_layers
     else:
-        measured = (options.layers or max(2, -(-_distinct(config.to_dict()) // processes)),) * processes
+        measured = (options.layers or max(2, -(-_distinct(shape) // processes)),) * processes
     setup = Setup(
         config=config,
         stage_layers=measured,
@@ -207,9 +208,8 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
     return setup, stage_layers
 
 
-def _distinct(config: dict[str, object]) -> int:
+def _distinct(shape: ModelShape) -> int:
     """How many of a model's first layers have all windows that any of them has."""
-    shape = ModelShape.from_config(config)
     windows = [shape.layer_window(layer) for layer in range(shape.layers)]
     return 1 + max(windows.index(window) for window in windows)
 

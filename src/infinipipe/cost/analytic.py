@@ -18,6 +18,7 @@ from infinipipe.cost.features import (
     mean_features,
     prefix_pairs,
 )
+from infinipipe.cost.memory import MemoryUse
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.cost.table import PILING_UP, Columns, CostTable, message_bytes, sequence_bytes
 from infinipipe.plan import ONE_EACH, Chunk, Placement
@@ -83,56 +84,6 @@ class Link:
 
     def __post_init__(self) -> None:
         _refuse_negative(self, "latency", "seconds_per_byte")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Bytes on one device without sequence parallelism; "per token" unless it says otherwise.
-
-    Attributes:
-        layer: a kept layer's activations, without keys and values.
-        layer_kv: keys and values that a kept layer saves for tokens of whole sequences (cut ones use the store).
-        layer_input: what a recomputed layer holds: its input.
-        chunk: held per part whatever is recomputed (rotary tables and the like).
-        head: held at the last part beside that: what the last norm saves and the gradient of the hidden states.
-        kv: a layer's keys and values in the store of a cut sequence.
-        dkv: their gradients.
-        message: hidden states of one token.
-        forward_kept, forward_recomputed: the most that the forward of one layer needs beyond what it leaves.
-        layer_shared: of a layer's activations, those that are its input itself.
-        backward: the most that the backward of a layer's MLP needs beyond the layer's activations and its gradient.
-        backward_product: what it needs while the gradient of its widest weight is added up.
-        backward_attention: the most that the backward of its attention needs, when the MLP's activations are gone.
-        backward_context: what attention needs then for each token that the slice of a cut sequence attends to.
-        weight_operands: a layer's inputs and output gradients of linear layers, kept between the halves of a backward.
-        mlp_operands: those of its MLP, which the first half keeps while attention's backward runs.
-        head_block: bytes of one token block of head and loss at the last part.
-        head_block_tokens: tokens of that block, of which a smaller chunk needs its share; 0 charges the block whole.
-        product_block: bytes of what a weight's gradient passes through on its way into a wider accumulator.
-        embedding_gradient: bytes of the input embedding's, which ends a backward at the first part.
-    """
-
-    layer: float
-    layer_kv: float
-    layer_input: float
-    kv: float
-    dkv: float
-    message: float
-    chunk: float = 0.0
-    head: float = 0.0
-    forward_kept: float = 0.0
-    forward_recomputed: float = 0.0
-    layer_shared: float = 0.0
-    backward: float = 0.0
-    backward_product: float = 0.0
-    backward_attention: float = 0.0
-    backward_context: float = 0.0
-    weight_operands: float = 0.0
-    mlp_operands: float = 0.0
-    head_block: float = 0.0
-    head_block_tokens: float = 0.0
-    product_block: float = 0.0
-    embedding_gradient: float = 0.0
 
 
 WEIGHT_TOKEN_SHARE, WEIGHT_CHUNK_SHARE = 1 / 2, 1 / 4
@@ -307,7 +258,7 @@ class AnalyticCost:
         if column == "forward":
             return self._forward_transient(features, part, kept=kept)
         if column == "backward_weight":
-            return features.tokens * 0.0 + self.memory.product_block
+            return features.tokens * 0.0 + self.memory.weight_block
         return self._backward_transient(features, part, kept=kept, splits=column == "backward_input")
 
     def _forward_transient(self, features: Features[Number], part: int, *, kept: int) -> Number:
@@ -316,16 +267,8 @@ class AnalyticCost:
         per_token = (use.forward_kept if kept else use.forward_recomputed) / self.sequence_parallel
         need = features.tokens * per_token
         if part == self.num_parts - 1:
-            need = need + self._head_block(features)
+            need = need + use.head_needs(features.tokens * (1 / self.sequence_parallel))
         return need
-
-    def _head_block(self, features: Features[Number]) -> Number:
-        """Bytes of the largest token block that the head computes at once."""
-        use, tokens = self.memory, features.tokens * (1 / self.sequence_parallel)
-        if not use.head_block_tokens:
-            return tokens * 0.0 + use.head_block
-        missing = np.maximum(use.head_block_tokens - tokens, tokens * 0.0)
-        return use.head_block - missing * (use.head_block / use.head_block_tokens)
 
     def _backward_transient(self, features: Features[Number], part: int, *, kept: int, splits: bool) -> Number:
         """What a backward needs beyond what is held when it starts::
@@ -338,7 +281,8 @@ class AnalyticCost:
         its operands behind.
         """
         layers, kept = self.stage_layers[part], min(kept, self.stage_layers[part])
-        need = self._layer_working_set(features, splits=splits)
+        use = self.memory.backward_input if splits else self.memory.backward
+        need = use.needs(features, 1 / self.sequence_parallel)
         if layers and not kept:
             need = need + self._layer_made_again(features)
             if splits:
@@ -349,21 +293,6 @@ class AnalyticCost:
             left = self.weight_operands(features, part) if splits else features.tokens * 0.0
             need = np.maximum(need, self._embedding_gradient(features, layers, kept) + left)
         return need
-
-    def _layer_working_set(self, features: Features[Number], *, splits: bool) -> Number:
-        """The most of: the MLP's gradients, those beside a weight's product, and attention's when the MLP is done.
-
-        In the first half of a backward there is no product; the MLP's operands stay instead: what goes into its last matrix beside
-        that one's gradient, then all of them.
-        """
-        use, share = self.memory, 1 / self.sequence_parallel
-        attention = features.tokens * use.backward_attention + features.reach * use.backward_context
-        if splits:
-            mlp = features.tokens * (use.backward + use.backward_product)
-            return np.maximum(mlp, attention + features.tokens * use.mlp_operands) * share
-        product = features.tokens * (use.backward_product * share) + use.product_block
-        mlp = np.maximum(features.tokens * (use.backward * share), product)
-        return np.maximum(mlp, attention * share)
 
     def _layer_made_again(self, features: Features[Number]) -> Number:
         """A recomputed layer's activations, its input excepted where they hold that itself."""

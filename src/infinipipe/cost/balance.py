@@ -74,7 +74,9 @@ def _operations(shape: ModelShape, context: int) -> tuple[list[int], int, int]:
         window: round(sum(cost.layers_seconds(each, chunk_features(chunk, window), 1.0) for each in passes))
         for window in cost.window_counts
     }
-    layers = [by_window[window] for window in cost.layer_windows[0]]
+    passes_of_work = 2 * 3 * context  # a forward and a backward of twice that
+    beyond = [round(passes_of_work * (shape.work_of(layer) - shape.mean_work)) for layer in range(shape.layers)]
+    layers = [by_window[window] + own for window, own in zip(cost.layer_windows[0], beyond, strict=True)]
     first = round(context * sum(each.embedding_token for each in passes))
     last = round(context * sum(each.head_token for each in passes))
     return layers, first, last

@@ -8,25 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinipipe.cost.analytic import AnalyticCost, Link, MemoryUse, PassTime
+from infinipipe.cost.analytic import AnalyticCost, Link, PassTime
+from infinipipe.cost.memory import MemoryUse, WorkingSet
 from infinipipe.cost.shape import CostError, ModelShape
 from infinipipe.files import parse_json, write_beside
 from infinipipe.plan import Placement
 
-VERSION = 1
-_PARTS: dict[str, type] = {
-    "forward": PassTime,
-    "backward": PassTime,
-    "backward_input": PassTime,
-    "backward_weight": PassTime,
-    "recompute": PassTime,
-    "memory": MemoryUse,
-    "message": Link,
-    "all_to_all": Link,
-    "placement": Placement,
-    "shape": ModelShape,
+VERSION = 2
+_PARTS: dict[type, dict[str, type]] = {
+    AnalyticCost: {
+        "forward": PassTime,
+        "backward": PassTime,
+        "backward_input": PassTime,
+        "backward_weight": PassTime,
+        "recompute": PassTime,
+        "memory": MemoryUse,
+        "message": Link,
+        "all_to_all": Link,
+        "placement": Placement,
+        "shape": ModelShape,
+    },
+    MemoryUse: {"backward": WorkingSet, "backward_input": WorkingSet},
 }
-_OPTIONAL = ("backward_input", "backward_weight", "recompute", "shape")
+"""Fields that are objects of their own."""
+_OPTIONAL: dict[type, tuple[str, ...]] = {AnalyticCost: ("backward_input", "backward_weight", "recompute", "shape")}
 LARGEST = 1e15
 """Beyond any coefficient, and small enough that times and bytes of a step can be computed."""
 
@@ -63,9 +68,6 @@ def load_cost(path: str | Path) -> AnalyticCost:
         raise CostError(f"the cost file {path} is not JSON") from None
     if not isinstance(data, dict) or data.pop("version", None) != VERSION:
         raise CostError(f"the cost file {path} is not of version {VERSION}")
-    for name, kind in _PARTS.items():
-        if name in data and not (data[name] is None and name in _OPTIONAL):
-            data[name] = _build(kind, data[name], f"{path}: {name}", f"{path}: {name}.")
     cost: AnalyticCost = _build(AnalyticCost, data, str(path), f"{path}: ")
     if cost.shape is not None and cost.shape.layers != sum(cost.stage_layers):
         raise CostError(
@@ -91,6 +93,9 @@ def _build(kind: type, data: object, where: str, prefix: str) -> Any:
     missing = [name for name in needed if name not in data]
     if missing:
         raise CostError(f"{where} has no field {missing[0]!r}")
+    for name, inner in _PARTS.get(kind, {}).items():
+        if name in data and not (data[name] is None and name in _OPTIONAL.get(kind, ())):
+            data[name] = _build(inner, data[name], f"{prefix}{name}", f"{prefix}{name}.")
     for name, value in data.items():
         wanted = str(fields[name].type)
         if wanted == "tuple[int, ...]":

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from infinipipe.cost.analytic import AnalyticCost, Link, PassTime
-from infinipipe.cost.flops import memory_use, state_bytes
+from infinipipe.cost.flops import memory_use
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
+from infinipipe.cost.states import Holding, state_bytes
 from infinipipe.plan import ONE_EACH, Placement
 
 MODELS: dict[str, ModelShape] = {
@@ -69,6 +70,7 @@ def preset(
     sequence_parallel: int = 8,
     chunk_seconds: float | None = None,
     placement: Placement | None = None,
+    holding: Holding | None = None,
 ) -> AnalyticCost:
     """The cost model ``MODEL-DEVICE`` over ``stages``: their number, or the layers of each.
 
@@ -76,7 +78,8 @@ def preset(
 
     Models other than the calibrated one are scaled from it: attention time with layers times query width, the rest with
     weights, fixed cost with parameters, activations with the formula of :func:`memory_use`; ``source`` says so.
-    ``chunk_seconds`` replaces the fixed cost of a chunk. Raises ``CostError``.
+    ``chunk_seconds`` replaces the fixed cost of a chunk, ``holding`` how a stage's devices hold its states: in bfloat16, sharded
+    over ``sequence_parallel``. Raises ``CostError``.
     """
     model, _, device = name.rpartition("-")
     if model not in MODELS or device not in CALIBRATIONS:
@@ -87,7 +90,7 @@ def preset(
         raise CostError(f"stage_layers {list(stage_layers)} must add up to the {shape.layers} layers of {model}")
     measured = MODELS[known.model]
     pair = known.pair / (measured.layers * measured.query_width) * shape.query_width
-    token = known.token / (measured.layers * measured.layer_weights) * shape.layer_weights
+    token = known.token / (measured.layers * measured.mean_work) * shape.mean_work
     if chunk_seconds is None:
         chunk_seconds = known.chunk * shape.parameters / measured.parameters
 
@@ -103,7 +106,7 @@ def preset(
         forward=pass_time(FORWARD_SHARE),
         backward=pass_time(1 - FORWARD_SHARE),
         memory=dataclasses.replace(use, layer=ratio * _layer_bytes(shape) - use.layer_kv),
-        states=state_bytes(shape, stage_layers, placement, bytes_per_parameter=16, shards=sequence_parallel),
+        states=state_bytes(shape, stage_layers, placement, holding or Holding(sequence_parallel=sequence_parallel)),
         placement=placement or ONE_EACH,
         message=Link(latency=20e-6, seconds_per_byte=1 / known.all_to_all[max(known.all_to_all)]),
         sequence_parallel=sequence_parallel,

@@ -4,6 +4,7 @@ from infinipipe.model.attention import ChunkContext
 from infinipipe.model.config import (
     UnsupportedModelError,
     changed_config,
+    check_sizes,
     check_supported,
     covering,
     describe_changes,
@@ -38,6 +39,7 @@ __all__ = [
     "block_loss",
     "build_stage",
     "changed_config",
+    "check_sizes",
     "check_supported",
     "covering",
     "describe_changes",

@@ -278,6 +278,33 @@ def _old_rotary(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_OPTIONAL_COUNTS = ("intermediate_size", "num_key_value_heads", "head_dim", "sliding_window")
+
+
+def check_sizes(config: PretrainedConfig) -> None:
+    """Refuse sizes of which no model can be built, by the configuration's field. Raises ``UnsupportedModelError``."""
+    for name in (*_COUNTS, *_OPTIONAL_COUNTS):
+        value = getattr(config, name, None)
+        if value is None and name in _OPTIONAL_COUNTS:
+            continue
+        if type(value) is not int or value < 1:
+            given = "missing" if value is None else f"{value!r:.40}"
+            raise UnsupportedModelError(
+                f"the model configuration's {name} is {given}; it must be a whole number of at least 1"
+            )
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"the model configuration's num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}"
+        )
+    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if types is not None and (not isinstance(types, list | tuple) or len(types) != layers):
+        raise UnsupportedModelError(
+            f"the model configuration's layer_types is no list of {layers} types, one for every layer"
+        )
+
+
 def check_supported(config: PretrainedConfig) -> None:
     """Refuse a configuration with a feature that slices cannot compute exactly. Raises ``UnsupportedModelError``."""
     name = config.model_type

@@ -109,6 +109,11 @@ class KVStore:
             self._entries.pop((sequence, layer), None)
 
     @property
+    def elements(self) -> int:
+        """How many keys and values there is room for, over all sequences and layers."""
+        return sum(entry.key.numel() + entry.value.numel() for entry in self._entries.values())
+
+    @property
     def sequences(self) -> list[int]:
         """The sequences that are in the store; none at the end of a step."""
         return sorted({sequence for sequence, _ in self._entries})

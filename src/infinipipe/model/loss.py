@@ -53,6 +53,9 @@ class _BlockLoss(torch.autograd.Function):
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.zeros_like(hidden) if gradient_of is not None else None
+        if gradient_of is not None:
+            # Asking for the buffer may be a message to the processes that share the stage, some of which may have no labels.
+            gradient_of(weight)
         for first in range(0, hidden.shape[0], block_tokens):
             block = slice(first, first + block_tokens)
             supervised = (labels[block] != IGNORE).nonzero().squeeze(1)

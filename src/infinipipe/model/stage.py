@@ -33,7 +33,7 @@ class _Absent(nn.Module):
         return hidden_states
 
 
-def _absent_like(module: nn.Module) -> _Absent:
+def absent_like(module: nn.Module) -> _Absent:
     """An absent module with the plain attributes that a model's forward may read from the original, such as its type."""
     absent = _Absent()
     for name, value in vars(module).items():
@@ -104,7 +104,7 @@ class Stage(nn.Module):
     def _modules_of(self, part: int) -> dict[str, nn.Module]:
         """What the base model is to have as ``layers`` and ``norm`` while a part computes: those of other parts left out."""
         base, own = self.model.base_model, self.layer_range(part)
-        layers = [layer if number in own else _absent_like(layer) for number, layer in enumerate(base.layers)]
+        layers = [layer if number in own else absent_like(layer) for number, layer in enumerate(base.layers)]
         return {"layers": nn.ModuleList(layers), "norm": base.norm if part == self.num_parts - 1 else _Absent()}
 
     @property
@@ -220,7 +220,7 @@ def build_stage(
     """
     own = (parts,) if isinstance(parts, int) else tuple(parts)
     model = meta_model(config, attn_implementation=IMPLEMENTATION)
-    _check_parts(model, config)
+    check_parts(model, config)
     embedding = model.get_input_embeddings()
     embedding_name, head_name = (
         f"{name_of(model, module)}.weight" for module in (embedding, model.get_output_embeddings())
@@ -248,8 +248,11 @@ def build_stage(
     return stage
 
 
-def _check_parts(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """The base model must consist of embedding, layers and norm: what else has parameters would be on every stage."""
+def check_parts(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """The base model must consist of embedding, layers and norm: what else has parameters would be on every stage.
+
+    Raises ``UnsupportedModelError``.
+    """
     base, head = model.base_model, model.get_output_embeddings()
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     if not isinstance(layers, nn.ModuleList) or norm is None or head is None or base is model:
@@ -271,7 +274,7 @@ def _trim(model: PreTrainedModel, stage_layers: tuple[int, ...], parts: tuple[in
     for part, count in enumerate(stage_layers):
         if part not in parts:
             for number in range(first, first + count):
-                base.layers[number] = _absent_like(base.layers[number])
+                base.layers[number] = absent_like(base.layers[number])
         first += count
     if len(stage_layers) - 1 not in parts:
         base.norm = _Absent()

@@ -18,7 +18,7 @@ from infinipipe.runtime import Event
 
 TOLERANCE = 0.02
 """Measured bytes within this of the formula leave it as it is: the rest is buffers of messages on their way."""
-BACKWARD_FIELDS = ("backward", "backward_product", "backward_attention", "backward_context")
+BACKWARD_FIELDS = ("backward", "backward_input")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class MemoryRatios:
                 ratio if abs(ratio - 1) > TOLERANCE else 1.0
             )  # NaN, where nothing was measured, is no such difference
 
-        backward = {name: getattr(use, name) * scale(self.backward) for name in BACKWARD_FIELDS}
+        backward = {name: getattr(use, name).scaled(scale(self.backward)) for name in BACKWARD_FIELDS}
         return dataclasses.replace(
             use,
             layer=(use.layer + use.layer_kv) * scale(self.kept) - use.layer_kv,
             layer_input=use.layer_input * scale(self.input),
             forward_kept=use.forward_kept * scale(self.forward),
             weight_operands=use.weight_operands * scale(self.operands),
-            mlp_operands=use.mlp_operands * scale(self.operands),
             **backward,
         )
 

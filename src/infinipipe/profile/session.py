@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infinipipe.cost import AnalyticCost, ModelShape, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, Holding, flop_cost, state_bytes
 from infinipipe.files import write_beside
 from infinipipe.plan import Placement, Plan
 from infinipipe.profile.design import Design
@@ -35,6 +35,7 @@ from infinipipe.profile.workers import (
     timed_run,
 )
 from infinipipe.runtime import Event
+from infinipipe.runtime.footprint import footprint
 from infinipipe.runtime.pool import WorkerPool
 from infinipipe.timeline.units import readable_seconds
 
@@ -44,8 +45,6 @@ MESSAGE_REPEATS = 20
 OPTIMIZER_REPEATS = 5
 TIMEOUT = 3600.0
 """Seconds that a message may take: as long as the largest chunk of a large model."""
-ADAMW_BYTES = 16
-"""A float32 parameter with its gradient and two moments."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many parts are done, and how many there are."""
@@ -253,18 +252,18 @@ def fit_samples(
 def formula(setup: Setup, stage_layers: Sequence[int], placement: Placement | None = None) -> AnalyticCost:
     """The cost model of the model's shape over ``stage_layers``, with AdamW's states."""
     dtype: torch.dtype = getattr(torch, setup.dtype)
-    shape = dataclasses.replace(ModelShape.from_config(setup.config.to_dict()), layers=sum(stage_layers))
-    copies = dtype.itemsize if dtype != torch.float32 else 0
+    known = footprint(setup.config, dtype)
+    shape = dataclasses.replace(known.shape, layers=sum(stage_layers))
+    holding = Holding(element_bytes=dtype.itemsize, sequence_parallel=setup.sequence_parallel)
     return flop_cost(
         shape,
         stage_layers,
         element_bytes=dtype.itemsize,
         sequence_parallel=setup.sequence_parallel,
-        states=state_bytes(
-            shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES + copies, shards=setup.sequence_parallel
-        ),
+        states=state_bytes(shape, stage_layers, placement, holding),
         block_tokens=setup.loss_block_tokens,
         placement=placement,
+        layers=known.layers,
     )
 
 

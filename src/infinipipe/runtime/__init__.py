@@ -8,7 +8,7 @@ from infinipipe.runtime.memory import MemoryMeter
 from infinipipe.runtime.mesh import Layout, Mesh
 from infinipipe.runtime.parameters import Parameters
 from infinipipe.runtime.recorder import AllocatorMeter, Event, Recorder
-from infinipipe.runtime.sharding import GatherPolicy, ShardedParameters
+from infinipipe.runtime.sharding import ShardedParameters
 from infinipipe.runtime.transport import LocalTransport, ProcessGroupTransport, Transport, channel_groups, connect
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Batch",
     "Event",
     "Executor",
-    "GatherPolicy",
     "Layout",
     "LocalTransport",
     "MemoryMeter",

@@ -17,6 +17,7 @@ from infinipipe.plan import ActionKind, Channel, Chunk, Compute, Direction, Rece
 from infinipipe.plan.kinds import ACTIVATIONS, KEYS_VALUES, WEIGHT_OPERANDS
 from infinipipe.runtime.batch import Batch
 from infinipipe.runtime.parameters import Parameters
+from infinipipe.runtime.received import Received
 from infinipipe.runtime.recorder import Records
 from infinipipe.runtime.transport import Incoming, Transport
 
@@ -114,6 +115,7 @@ class Executor:
         result = StepResult()
         for incoming in self.iterate(replica, batch, result, recorder=recorder):
             incoming.wait()
+            del incoming  # with its message, which is held no longer than it is needed
         return result
 
     def evaluate(self, replica: ReplicaPlan, batch: Batch) -> StepResult:
@@ -145,6 +147,7 @@ class Executor:
                         if (incoming := run.next_message(operation)) is not None:
                             self._say(f"waiting for the input of {action}")
                             yield incoming
+                        del incoming
                         tokens = replica.chunks[action.chunk].num_tokens
                         self._say(f"{action}, {action.kind.row.name} of a chunk of {tokens} tokens")
                         records.starts()
@@ -184,7 +187,7 @@ class _Forwarded:
 
     root: GradientEdge
     shape: torch.Size
-    inputs: Tensor | None
+    received: Received | None
 
 
 Place = tuple[int, int]
@@ -241,10 +244,14 @@ class _Run:
         chunk, stage = self._chunks[number], self._stage
         learning = torch.is_grad_enabled()
         context = ChunkContext(chunk, self._store, self._shard)
+        received = None
         if operation.takes is None:
             inputs = context.local(self._batch.chunk_tokens(chunk), 0).to(stage.device)
+        elif learning:
+            received = Received()
+            inputs = received.of(self._take(operation))
         else:
-            inputs = self._take(operation).requires_grad_(learning)
+            inputs = self._take(operation)
         target = self._target(context, learning=learning) if operation.gives is None else None
         output = stage(inputs, context, part, self._recompute[part][number] if learning else 0, target)
         if operation.gives is None:
@@ -252,8 +259,7 @@ class _Run:
         else:
             self.outputs[operation.gives, number] = output.detach().view(-1, stage.hidden_size)
         if learning:
-            leaf = None if operation.takes is None else inputs
-            self._forwarded[part, number] = _Forwarded(get_gradient_edge(output), output.shape, leaf)
+            self._forwarded[part, number] = _Forwarded(get_gradient_edge(output), output.shape, received)
         elif chunk.partial is not None and chunk.partial.is_tail:
             self._store.release(chunk.partial.sequence, stage.layer_range(part))
 
@@ -273,9 +279,9 @@ class _Run:
         gradient = None if operation.takes is None else self._take(operation).view(forwarded.shape)
         torch.autograd.backward(forwarded.root, gradient)
         if operation.gives is not None:
-            assert forwarded.inputs is not None
-            assert forwarded.inputs.grad is not None
-            self.outputs[operation.gives, operation.action.chunk] = forwarded.inputs.grad
+            assert forwarded.received is not None
+            assert forwarded.received.gradient is not None
+            self.outputs[operation.gives, operation.action.chunk] = forwarded.received.gradient
 
     def backward_input(self, operation: Compute) -> None:
         with self._parameters.weight_gradients.putting_off() as products:

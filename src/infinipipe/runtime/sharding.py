@@ -1,14 +1,15 @@
-"""FSDP inside a stage, tamed for pipelines: gathered once or per use, reduced once per step, summed.
+"""FSDP inside a stage, tamed for pipelines: gathered once or per use, reduced once per step or as soon as they are there, summed.
 
-FSDP only gathers here. Gradients accumulate unsharded over all chunks of a step, those of linear layers perhaps long after the
-backward that FSDP sees, and are summed and scattered after the step's last action.
+FSDP only gathers here. Gradients accumulate over all chunks of a step, those of linear layers perhaps long after the backward that
+FSDP sees: unsharded, summed and scattered after the step's last action, or as shards, to which each unit's gradients of a chunk are
+added when the next unit's come.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Literal
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,30 +17,38 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
 
+from infinipipe.cost import GatherPolicy, GradientPolicy
 from infinipipe.model import Stage
 from infinipipe.runtime.parameters import Parameters
-
-GatherPolicy = Literal["keep", "release"]
-"""``keep``: a parameter, once gathered, stays until the step's end; ``release``: it goes after each use."""
 
 
 class ShardedParameters(Parameters):
     """Parameters of a stage sharded over its sequence-parallel processes and replicated over the replicas.
 
     Master weights are the shards, in float32 (or float64); lower precisions compute with copies that the gathering rounds.
-    Gradients accumulate unsharded, in float32 at least, over the chunks of a step, and its end sums them over
-    all processes of the mesh and scatters them. Every process must therefore run the same number of steps.
+    Gradients accumulate in float32 at least over the chunks of a step. ``whole``, they do so unsharded, and the step's end sums them
+    over all processes of the mesh and scatters them. ``sharded``, one unit's are whole at a time: as soon as another's come, they
+    are summed over the processes that share the stage and added to the shards, which the step's end sums over the replicas. Every
+    process must therefore run the same number of steps, and the processes that share a stage the same actions.
 
     Args:
         stage: the stage, with parameters in master precision.
         mesh: one dimension to shard over, or two: to replicate and to shard over.
         dtype: the dtype to compute in.
         policy: how long gathered parameters stay.
+        gradients: how gradients accumulate.
     """
 
-    def __init__(self, stage: Stage, mesh: DeviceMesh, *, dtype: torch.dtype, policy: GatherPolicy = "keep") -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        policy: GatherPolicy = "keep",
+        gradients: GradientPolicy = "whole",
+    ) -> None:
         self._stage = stage
         self._shards = mesh.get_group("sequence")
         self._copies_of = mesh.get_group("replica") if mesh.ndim > 1 else None
@@ -63,7 +72,11 @@ class ShardedParameters(Parameters):
             module.register_forward_pre_hook(lambda *_: self._meet())
         self._set_prefetch(units)
         self._groups = _names_by_unit(stage, self._modules)
+        self._unit_of = {name: unit for unit, names in enumerate(self._groups) for name in names}
+        self._shards_only = gradients == "sharded" and self._shards.size() > 1
         self._totals: dict[str, Tensor] = {}
+        self._open: int | None = None
+        self._sums: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}
         self._take_products(stage.model)
 
@@ -91,45 +104,82 @@ class ShardedParameters(Parameters):
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """The unsharded buffer of a gathered parameter."""
-        return self._totals[self._names[id(parameter)]]
+        name = self._names[id(parameter)]
+        if self._shards_only and self._open != self._unit_of[name]:
+            self._close()
+            self._open = self._unit_of[name]
+            self._allocate(self._groups[self._open])
+        return self._totals[name]
 
     def begin_step(self) -> None:
-        for name, parameter in self.named():
-            self._totals[name] = torch.zeros(parameter.shape, dtype=self._wide, device=self._stage.device)
+        self._open = None
+        self._sums.clear()
+        self._totals.clear()
+        if not self._shards_only:
+            self._allocate(self._unit_of)
+
+    def _allocate(self, names: Iterable[str]) -> None:
+        """Zeros for the whole gradients of those parameters."""
+        parameters = self._parameters
+        for name in names:
+            self._totals[name] = torch.zeros(parameters[name].shape, dtype=self._wide, device=self._stage.device)
 
     def end_step(self) -> None:
         """Let go of the gathered parameters; sum the gradients over all processes, each of which gets its shard."""
         self.end_forwards()
-        parameters = dict(self.named())
-        for names in self._groups:
-            self._reduce({name: parameters[name] for name in names})
+        self._close()
+        for unit, names in enumerate(self._groups):
+            if names:
+                self._finish(unit)
 
     @torch.no_grad()
-    def _reduce(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Sum and scatter the gradients of one unit in one message::
+    def _close(self) -> None:
+        """Add the open unit's gradients, summed over the processes that share the stage, to their shards."""
+        if self._open is not None:
+            unit, self._open = self._open, None
+            own = self._scatter(self._groups[unit])
+            if unit in self._sums:
+                self._sums[unit] += own
+            else:
+                self._sums[unit] = own
+
+    def _scatter(self, names: Sequence[str]) -> Tensor:
+        """This process's rows of the gradients of one unit, summed in one message::
 
         buffer      rank 0's rows of a, of b, ...  |  rank 1's rows of a, of b, ...      rows padded to the same number
         """
         count = self._shards.size()
-        columns = []
-        for name, parameter in parameters.items():
-            assert isinstance(parameter, DTensor)
+        widths = [self._padded(name) for name in names]
+        buffer = torch.zeros(count, sum(widths), dtype=self._wide, device=self._stage.device)
+        for name, columns in zip(names, buffer.split(widths, dim=1), strict=True):
             total = self._totals.pop(name)
-            rows = -(-total.shape[0] // count)
-            padded = pad(total, [0, 0] * (total.dim() - 1) + [0, rows * count - total.shape[0]])
-            columns.append(padded.view(count, -1))
-        if not columns:
-            return
-        buffer = torch.cat(columns, dim=1)
-        widths = [column.shape[1] for column in columns]
-        del columns
-        summed = buffer[0]
-        if count > 1:
-            summed = torch.empty_like(buffer[0])
-            dist.reduce_scatter_single(summed, buffer.view(-1), group=self._shards)
+            for target, rows in zip(columns, total.split(-(-total.shape[0] // count)), strict=False):
+                target[: rows.numel()] = rows.reshape(-1)
+        if count == 1:
+            return buffer[0]
+        own = torch.empty_like(buffer[0])
+        dist.reduce_scatter_single(own, buffer.view(-1), group=self._shards)
+        return own
+
+    def _padded(self, name: str) -> int:
+        """Elements of a process's shard of a parameter; the last processes may have fewer."""
+        shape = self._parameters[name].shape
+        return -(-shape[0] // self._shards.size()) * math.prod(shape[1:])
+
+    @torch.no_grad()
+    def _finish(self, unit: int) -> None:
+        """Give a unit's parameters their shards of the gradients, summed over the replicas."""
+        names = self._groups[unit]
+        if self._shards_only:
+            # A unit that no chunk of this replica has used joins in with nothing.
+            none = torch.zeros(sum(map(self._padded, names)), dtype=self._wide, device=self._stage.device)
+            summed = self._sums.pop(unit, none)
+        else:
+            summed = self._scatter(names)
         if self._copies_of is not None and self._copies_of.size() > 1:
             dist.all_reduce(summed, group=self._copies_of)
-        for parameter, own in zip(parameters.values(), summed.split(widths), strict=True):
+        for name, own in zip(names, summed.split([self._padded(name) for name in names]), strict=True):
+            parameter = self._parameters[name]
             assert isinstance(parameter, DTensor)
             shard = parameter.to_local()
             parameter.grad = DTensor.from_local(
@@ -140,6 +190,10 @@ class ShardedParameters(Parameters):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.named())
 
     def end_forwards(self) -> None:
         for module in self._modules:

@@ -8,38 +8,28 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import AnalyticCost, CostError, ModelShape, balanced_stages, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, CostError, Holding, ModelShape, balanced_stages, flop_cost, state_bytes
 from infinipipe.cost.files import load_cost
+from infinipipe.cost.policies import with_policies
 from infinipipe.plan import Plan
 from infinipipe.planner import PlannerSettings, plan_step
+from infinipipe.runtime.footprint import footprint
 from infinipipe.settings import SettingError
 from infinipipe.train.settings import ParallelSettings, Settings
 
 GIB = 2**30
-ADAMW_BYTES = 16
-"""A float32 parameter with its gradient and two moments."""
-GRADIENT_BYTES = 4
-"""Gradients accumulate in float32 over a step."""
 
 
-def states_of(settings: Settings, shape: ModelShape, stage_layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of the model's states on one device of every stage, at the most of a step.
-
-    Where the processes of a stage share its states, each holds its part of them, all gradients until the step's last backward
-    and the gathered weights: all if they are kept, those of the largest part of the stage if they are released.
-    """
-    parallel, placement = settings.parallel, settings.parallel.placed
-    itemsize: int = getattr(torch, settings.model.dtype).itemsize
-    if parallel.sequence_parallel * parallel.replicas == 1:
-        copies = itemsize if itemsize < GRADIENT_BYTES else 0
-        return state_bytes(shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES + copies)
-    shards = parallel.sequence_parallel
-    own = state_bytes(shape, stage_layers, placement, bytes_per_parameter=ADAMW_BYTES, shards=shards)
-    keeps = parallel.gather_policy == "keep"
-    kept = GRADIENT_BYTES + (itemsize if keeps else 0)
-    whole = state_bytes(shape, stage_layers, placement, bytes_per_parameter=kept)
-    gathered = 0 if keeps else max(shape.layer_weights, shape.embedding_weights) * itemsize
-    return tuple(mine + all_of_it + gathered for mine, all_of_it in zip(own, whole, strict=True))
+def holding_of(settings: Settings) -> Holding:
+    """How the processes of a stage hold its states."""
+    parallel = settings.parallel
+    return Holding(
+        element_bytes=getattr(torch, settings.model.dtype).itemsize,
+        sequence_parallel=parallel.sequence_parallel,
+        replicas=parallel.replicas,
+        gather_policy=parallel.gather_policy,
+        gradient_policy=parallel.gradient_policy,
+    )
 
 
 class StepPlanner:
@@ -58,12 +48,13 @@ class StepPlanner:
 
     def __init__(self, settings: Settings, config: PretrainedConfig, length: int) -> None:
         plan = settings.plan
-        shape = ModelShape.from_config(config.to_dict())
+        dtype: torch.dtype = getattr(torch, settings.model.dtype)
+        known = footprint(config, dtype)
+        shape = known.shape
         given = _given_layers(settings.parallel, shape)
         if plan.cost:
             cost = _measured_cost(settings, shape, given)
         else:
-            dtype: torch.dtype = getattr(torch, settings.model.dtype)
             cost = flop_cost(
                 shape,
                 given or balanced_stages(shape, settings.parallel.placed.num_parts, length),
@@ -73,8 +64,11 @@ class StepPlanner:
                 sequence_parallel=settings.parallel.sequence_parallel,
                 block_tokens=settings.train.loss_block_tokens,
                 placement=settings.parallel.placed,
+                layers=known.layers,
             )
-        self.cost = dataclasses.replace(cost, states=states_of(settings, shape, cost.stage_layers))
+        holding = holding_of(settings)
+        states = state_bytes(shape, cost.stage_layers, cost.placement, holding)
+        self.cost = dataclasses.replace(with_policies(cost, shape, holding), states=states)
         self.settings = PlannerSettings(
             planner=plan.planner,
             memory_budget=round(plan.memory_budget * GIB) or None,

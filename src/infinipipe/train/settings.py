@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from infinipipe.cost import GatherPolicy, GradientPolicy
 from infinipipe.data.settings import DataSettings, TokenizerSettings
 from infinipipe.plan import Placement, PlanError, get_schedule, placement_named
 from infinipipe.planner import get_planner
@@ -104,6 +105,7 @@ class ParallelSettings:
         replicas: data-parallel copies of the pipeline, among which each step's sequences are divided
         mesh_order: from what ranks far apart differ in to what neighbouring ranks do, which are of one machine
         gather_policy: whether parameters that processes share stay gathered through a step, or are released after each use
+        gradient_policy: where sequence_parallel is above 1, whether a stage's gradients accumulate whole and are reduced once a step, or only as shards, to which each chunk's are reduced layer by layer: less memory, more messages
         placement: which parts of the model (virtual stages) lie on which stage: plain, one part on each; interleaved, part k on stage k mod stages; v, there and back, which leaves embedding and head on one stage
         parts_per_stage: parts on each stage; if not given, 1 where the placement is plain, else 2
         stage_layers: decoder layers of every part, which is every stage where the placement is plain; if not given, those of plan.cost, else such that all take equal time for the training data
@@ -117,7 +119,8 @@ class ParallelSettings:
     mesh_order: list[Literal["replica", "stage", "sequence"]] = field(
         default_factory=lambda: ["replica", "stage", "sequence"]
     )
-    gather_policy: Literal["keep", "release"] = "keep"
+    gather_policy: GatherPolicy = "keep"
+    gradient_policy: GradientPolicy = "whole"
     placement: Literal["plain", "interleaved", "v"] = "plain"
     parts_per_stage: int | None = None
     stage_layers: list[int] | None = None

@@ -123,7 +123,10 @@ class Trainer:
         )
         if sharding is None:
             return stage, Parameters(stage, dtype)
-        return stage, ShardedParameters(stage, sharding, dtype=dtype, policy=settings.parallel.gather_policy)
+        parallel = settings.parallel
+        return stage, ShardedParameters(
+            stage, sharding, dtype=dtype, policy=parallel.gather_policy, gradients=parallel.gradient_policy
+        )
 
     def step(self, number: int, leader: OnFirst[Leader]) -> tuple[StepRecord, TrainingBatch]:
         """One optimizer step, ``number`` counted from 1, on the leader's next batch; also that batch.

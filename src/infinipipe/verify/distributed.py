@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from infinipipe.cost import GatherPolicy, GradientPolicy
 from infinipipe.model import Stage
 from infinipipe.runtime import (
     Executor,
-    GatherPolicy,
     Layout,
     Mesh,
     Parameters,
@@ -22,15 +22,19 @@ from infinipipe.runtime.pool import WorkerPool, get_mesh
 from infinipipe.verify.cases import Case, Outcome, compare, make_batch, make_stage, merge, precision, stage_gradients
 
 
-def make_parameters(stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy) -> Parameters:
+def make_parameters(
+    stage: Stage, mesh: Mesh, dtype: torch.dtype, policy: GatherPolicy, gradients: GradientPolicy
+) -> Parameters:
     """Parameters of a stage, sharded where the layout has more than one process a stage."""
     sharding = mesh.sharding()
-    return (
-        Parameters(stage, dtype) if sharding is None else ShardedParameters(stage, sharding, dtype=dtype, policy=policy)
-    )
+    if sharding is None:
+        return Parameters(stage, dtype)
+    return ShardedParameters(stage, sharding, dtype=dtype, policy=policy, gradients=gradients)
 
 
-def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tuple[float, dict[str, Tensor]]:
+def run_stage(
+    rank: int, case: Case, layout: Layout, policy: GatherPolicy, accumulate: GradientPolicy
+) -> tuple[float, dict[str, Tensor]]:
     """One worker's part of a case; whole gradients come from the first process of every stage.
 
     With one replica, the replicas of the plan run in turn.
@@ -39,7 +43,7 @@ def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tu
     if not mesh.is_member:
         return 0.0, {}
     stage = make_stage(case, mesh.stage)
-    parameters = make_parameters(stage, mesh, getattr(torch, case.dtype), policy)
+    parameters = make_parameters(stage, mesh, getattr(torch, case.dtype), policy, accumulate)
     executor = Executor(stage, mesh.transport(), parameters, loss_block_tokens=case.loss_block_tokens, shard=mesh.shard)
     batch = make_batch(case)
     mine = case.plan.replicas if layout.replicas == 1 else [case.plan.replicas[mesh.replica]]
@@ -57,11 +61,16 @@ def run_stage(rank: int, case: Case, layout: Layout, policy: GatherPolicy) -> tu
 
 
 def run_in_pool(
-    pool: WorkerPool, case: Case, layout: Layout | None = None, *, policy: GatherPolicy = "keep"
+    pool: WorkerPool,
+    case: Case,
+    layout: Layout | None = None,
+    *,
+    policy: GatherPolicy = "keep",
+    gradients: GradientPolicy = "whole",
 ) -> Outcome:
     """Run a case with a process for every place of the layout, by default one for every stage of the plan."""
     layout = layout or Layout(stages=case.plan.num_stages)
     layout = replace(layout, placement=case.plan.placement).for_heads(case.config.num_attention_heads)
-    results = pool.run(run_stage, case, layout, policy)
+    results = pool.run(run_stage, case, layout, policy, gradients)
     loss = sum(loss for loss, _ in results) / (make_batch(case).total_weight or 1.0)
-    return compare(case, loss, merge([gradients for _, gradients in results]))
+    return compare(case, loss, merge([found for _, found in results]))
