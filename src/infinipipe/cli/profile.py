@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from infinipipe.profile.design import Design
     from infinipipe.profile.session import Progress as Report
     from infinipipe.profile.workers import Setup
-    from infinipipe.runtime.footprint import footprint
 
 
 STAGES = 2
@@ -155,6 +154,7 @@ def make_setup(options: ProfileOptions) -> tuple[Setup, tuple[int, ...]]:
 
     from infinipipe.model import check_supported, load_config
     from infinipipe.profile.workers import Setup
+    from infinipipe.runtime.footprint import footprint
 
     config = load_config(options.model)
     check_supported(config)

@@ -81,6 +81,9 @@ def _build(kind: type, data: object, where: str, prefix: str) -> Any:
     """An object of that kind from its fields; ``where`` it is, and what to put before a field's name, are for errors."""
     if not isinstance(data, dict):
         raise CostError(f"{where} must be an object")
+    for name, inner in _PARTS.get(kind, {}).items():
+        if name in data and not (data[name] is None and name in _OPTIONAL.get(kind, ())):
+            data[name] = _build(inner, data[name], f"{prefix}{name}", f"{prefix}{name}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(data) - set(fields))
     if unknown:
@@ -93,9 +96,6 @@ def _build(kind: type, data: object, where: str, prefix: str) -> Any:
     missing = [name for name in needed if name not in data]
     if missing:
         raise CostError(f"{where} has no field {missing[0]!r}")
-    for name, inner in _PARTS.get(kind, {}).items():
-        if name in data and not (data[name] is None and name in _OPTIONAL.get(kind, ())):
-            data[name] = _build(inner, data[name], f"{prefix}{name}", f"{prefix}{name}.")
     for name, value in data.items():
         wanted = str(fields[name].type)
         if wanted == "tuple[int, ...]":

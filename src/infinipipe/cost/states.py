@@ -49,22 +49,39 @@ class Holding:
 
         Sharded states peak while the stage computes, or while its gradients are reduced::
 
-            while it computes   weights and moments / s | gradients, whole or / s | gathered weights
-            at the end          weights and moments / s | gradients, whole or / s | buffer of one unit's gradients
+            while it computes   weights and moments / s | gradients, whole or / s | gathered weights, messages of two units
+            at the end          weights and moments / s | gradients, whole or / s | messages of one unit's gradients
         """
-        wide, count, largest = max(self.element_bytes, FLOAT32_BYTES), sum(units), max(units, default=0)
+        wide, share = max(self.element_bytes, FLOAT32_BYTES), 1 / self.sequence_parallel
+        count, largest = sum(units), max(units, default=0)
         if not self.is_sharded:
             copy = self.element_bytes if self.element_bytes < wide else 0
             return count * ((2 + MOMENTS) * wide + copy)
-        own = (1 + MOMENTS) * wide / self.sequence_parallel
-        pairs = [sum(pair) for pair in itertools.pairwise(units)]
-        gathered = count if self.gather_policy == "keep" else max(pairs, default=largest)
-        if self.gradient_policy == "whole":
-            own, buffers = own + wide, 0
-        else:
-            # A unit's own gradients, and the buffer that they are reduced in, while the stage computes.
-            own, buffers = own + wide / self.sequence_parallel, 2 * largest * wide
-        return round(count * own) + max(gathered * self.element_bytes + buffers, largest * wide)
+        whole = self.gradient_policy == "whole" or self.sequence_parallel == 1
+        held = count * wide * (1 + MOMENTS) * share + count * wide * (1 if whole else share)
+        arriving, there = (size * self.element_bytes for size in self._gathered(units))
+        # What a unit's gradients are packed in, what the collective copies of it, and what comes out. Whole, they are packed when the
+        # gathered weights are gone, and give way to it.
+        reduced = largest * wide * (2 + share if self.sequence_parallel > 1 else 1)
+        if whole:
+            return round(held + max(arriving, there, reduced - largest * wide))
+        return round(held + max(arriving, there + reduced))
+
+    def _gathered(self, units: Sequence[int]) -> tuple[float, float]:
+        """The most elements of gathered weights while they arrive, their messages among them, and in a backward.
+
+        A unit's message stays until the next one's is unpacked; the next unit is on its way while one computes.
+        """
+        largest, pairs = max(units, default=0), [(before, own) for before, own in itertools.pairwise([0, *units])]
+        narrow = self.element_bytes < FLOAT32_BYTES
+        if self.sequence_parallel == 1:  # Nothing arrives; but for a cast, weights are used where they are unpacked.
+            kept = sum(units) if self.gather_policy == "keep" else max(map(sum, pairs)) if narrow else largest
+            return 0.0, float(kept)
+        if self.gather_policy == "keep":
+            before = itertools.accumulate(units)
+            return max(total + sum(pair) for total, pair in zip(before, pairs, strict=True)), float(sum(units))
+        cast = largest / self.sequence_parallel if narrow else 0.0
+        return max(sum(pair) + max(pair) for pair in pairs) + cast, float(max(map(sum, pairs)))
 
 
 def state_bytes(
