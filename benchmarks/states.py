@@ -89,7 +89,7 @@ PRESETS = {"Llama 7B": "7b-a100"}
 LAYOUTS = ((1, 1, 1), (4, 8, 1), (4, 2, 2))
 """Stages, processes that share one, replicas."""
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 12,
     "hidden_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
