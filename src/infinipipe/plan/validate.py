@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infinipipe.plan.kinds import KINDS, ActionKind, Direction, Resource
-from infinipipe.plan.types import Action, Chunk, Plan, PlanError, ReplicaPlan
+from infinipipe.plan.kinds import KINDS, RESOURCES, ActionKind, Direction, Resource
+from infinipipe.plan.types import Action, Chunk, Plan, PlanError, ReplicaPlan, Slice
 
 
 def validate(plan: Plan) -> None:
@@ -124,10 +124,10 @@ def check_actions(replica: ReplicaPlan) -> None:
     program = replica.program
     parts = program.part.tolist()
     for stage, actions in enumerate(replica.actions):
-        ledger = _Ledger(replica.chunks, replica.placement.parts[stage])
+        ledger = _Ledger(stage, replica.chunks, replica.placement.parts[stage])
         for action, part in zip(actions, parts[program.base[stage] : program.base[stage + 1]], strict=True):
-            ledger.add(action, part, f"stage {stage}, action {action}")
-        ledger.close(f"stage {stage}")
+            ledger.add(action, part)
+        ledger.close()
     program.check_messages()
     _ = program.order
 
@@ -135,73 +135,77 @@ def check_actions(replica: ReplicaPlan) -> None:
 class _Ledger:
     """What one stage's actions have done so far, and what they hold."""
 
-    def __init__(self, chunks: tuple[Chunk, ...], parts: tuple[int, ...]) -> None:
-        self._chunks, self._parts = chunks, parts
+    def __init__(self, stage: int, chunks: tuple[Chunk, ...], parts: tuple[int, ...]) -> None:
+        self._stage, self._chunks, self._parts = stage, chunks, parts
         self._passed: dict[Direction, set[tuple[int, int]]] = {direction: set() for direction in Direction}
         self._reached: dict[tuple[Direction, int, int], int] = {}
-        self._held: dict[Resource, set[tuple[int, int]]] = {}
-        self._gone: dict[Resource, set[tuple[int, int]]] = {}
+        self._held: dict[str, set[tuple[int, int]]] = {resource.name: set() for resource in RESOURCES}
+        self._gone: dict[str, set[tuple[int, int]]] = {resource.name: set() for resource in RESOURCES}
 
-    def add(self, action: Action, part: int, where: str) -> None:
+    def _fault(self, action: Action, what: str) -> PlanError:
+        return PlanError(f"stage {self._stage}, action {action}: {what}")
+
+    def add(self, action: Action, part: int) -> None:
         """Account an action at ``part``. Raises ``PlanError``."""
         row, place = action.kind.row, (part, action.chunk)
         if action.part not in (None, part):
-            raise PlanError(f"{where}: the stage has part {part} alone")
+            raise self._fault(action, f"the stage has part {part} alone")
         at = "" if len(self._parts) == 1 else f" at part {part}"
         if row.flow is not None:
             if place in self._passed[row.flow]:
-                raise PlanError(f"{where}: the chunk went {row.flow.value} already{at}")
+                raise self._fault(action, f"the chunk went {row.flow.value} already{at}")
             self._passed[row.flow].add(place)
         for resource in row.releases:
             if resource.is_per_sequence:
                 continue
-            if place not in self._held.get(resource, ()):
-                gone = place in self._gone.get(resource, ())
+            if place not in self._held[resource.name]:
+                gone = place in self._gone[resource.name]
                 makers = " or ".join(f"{kind.value}{action.chunk}" for kind in _acquiring(resource))
-                raise PlanError(
-                    f"{where}: the {resource.name} of the chunk "
-                    + (f"were released before{at}" if gone else f"are not there{at}; it comes after {makers}")
+                raise self._fault(
+                    action,
+                    f"the {resource.name} of the chunk "
+                    + (f"were released before{at}" if gone else f"are not there{at}; it comes after {makers}"),
                 )
-            self._held[resource].remove(place)
-            self._gone.setdefault(resource, set()).add(place)
+            self._held[resource.name].remove(place)
+            self._gone[resource.name].add(place)
         for resource in row.acquires:
             if not resource.is_per_sequence:
-                self._held.setdefault(resource, set()).add(place)
-        if row.flow is not None:
-            self._check_slices(row.flow, part, self._chunks[action.chunk], where)
+                self._held[resource.name].add(place)
+        if row.flow is not None and (piece := self._chunks[action.chunk].partial) is not None:
+            self._check_slice(row.flow, action, part, piece)
 
-    def _check_slices(self, flow: Direction, part: int, chunk: Chunk, where: str) -> None:
+    def _check_slice(self, flow: Direction, action: Action, part: int, piece: Slice) -> None:
         """Slices of a sequence run forward in order and backward in reverse."""
-        piece = chunk.partial
-        if piece is None:
-            return
         key = (flow, part, piece.sequence)
         if flow is Direction.FORWARD:
             begins, ends, reached = piece.start, piece.stop, self._reached.get(key, 0)
-            rule = f"runs forward when its sequence stands at {reached}; slices run forward in order"
         else:
             begins, ends, reached = piece.stop, piece.start, self._reached.get(key, piece.length)
+        if begins != reached:
             rule = (
-                "runs backward before a later slice of its sequence; slices run backward in reverse, after the forward of "
+                f"runs forward when its sequence stands at {reached}; slices run forward in order"
+                if flow is Direction.FORWARD
+                else "runs backward before a later slice of its sequence; slices run backward in reverse, after the forward of "
                 "the last one"
             )
-        if begins != reached:
-            raise PlanError(f"{where}: {piece} {rule}")
+            raise self._fault(action, f"{piece} {rule}")
         self._reached[key] = ends
 
-    def close(self, where: str) -> None:
+    def close(self) -> None:
         """Raise ``PlanError`` unless every chunk has passed in both directions and nothing is held."""
         wanted = {(part, chunk) for part in self._parts for chunk in range(len(self._chunks))}
         for direction, passed in self._passed.items():
             if missing := wanted - passed:
                 part, chunk = min(missing)
                 at = "" if len(self._parts) == 1 else f" at part {part}"
-                raise PlanError(f"{where} never runs chunk {chunk} {direction.value}{at}")
-        for resource, places in self._held.items():
-            if places:
+                raise PlanError(f"stage {self._stage} never runs chunk {chunk} {direction.value}{at}")
+        for resource in RESOURCES:
+            if places := self._held[resource.name]:
                 chunk = min(places)[1]
                 enders = " or ".join(f"{kind.value}{chunk}" for kind, row in KINDS.items() if resource in row.releases)
-                raise PlanError(f"{where} never releases the {resource.name} of chunk {chunk}; {enders} is missing")
+                raise PlanError(
+                    f"stage {self._stage} never releases the {resource.name} of chunk {chunk}; {enders} is missing"
+                )
 
 
 def _acquiring(resource: Resource) -> list[ActionKind]:

@@ -130,6 +130,8 @@ class ElasticSearch:
     def best_with_paper(self) -> Found:
         """The best of this search and ``elastic-paper``, which has limits of its own. Raises ``BudgetError``."""
         paper, best = self.search.afresh(), self.search.best
+        if best is not None and paper.limits.seconds_left <= paper.limits.longest:
+            return self.search.refine_best()
         search_paper(paper)
         if paper.best is None or best is None or paper.best.draft.seconds_without_recompute < best.seconds:
             self.search.take_over(paper)

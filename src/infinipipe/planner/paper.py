@@ -37,6 +37,8 @@ def search_paper(search: ReplicaSearch) -> None:
     if search.best is not None and not search.best.recompute.any():
         return
     for num_slices in ranked[:GROUPED] or numbers[-1:]:
+        if search.best is not None and search.limits.seconds_left <= search.limits.longest:
+            return
         pipelines = group_pipelines(search, search.chunking(num_slices))
         if len(pipelines) > 1 and (search.best is None or search.limits.take_try()):
             search.consider(search.draft(pipelines))

@@ -39,21 +39,32 @@ class Found:
 
 @dataclass
 class Limits:
-    """A search's limits: the moment at which it ends, and how many drafts it may still try."""
+    """A search's limits: the moment at which it ends, and how many drafts it may still try.
+
+    Attributes:
+        end: that moment, by ``time.monotonic``.
+        tries: those that are left.
+        longest: seconds of the longest try so far, which the next one may take as well.
+    """
 
     end: float
     tries: int
+    longest: float = 0.0
+    _began: float | None = None
 
-    @classmethod
-    def of(cls, settings: PlannerSettings) -> Limits:
-        seconds = math.inf if settings.time_limit is None else settings.time_limit
-        return cls(time.monotonic() + seconds, settings.work_limit)
+    @property
+    def seconds_left(self) -> float:
+        """Until the end; infinite without a time limit."""
+        return max(self.end - time.monotonic(), 0.0)
 
     def take_try(self) -> bool:
-        """Use up one of the tries that are left; ``False`` if none, or no time, is left to use."""
-        if self.tries <= 0 or time.monotonic() >= self.end:
+        """Use up one of the tries that are left; ``False`` if none, or too little time, is left."""
+        now = time.monotonic()
+        if self._began is not None:
+            self.longest, self._began = max(self.longest, now - self._began), None
+        if self.tries <= 0 or now + self.longest >= self.end:
             return False
-        self.tries -= 1
+        self.tries, self._began = self.tries - 1, now
         return True
 
 
@@ -87,7 +98,7 @@ class ReplicaSearch:
 
     def afresh(self) -> ReplicaSearch:
         """A search of the same replica without a plan yet and with all its tries; time runs on and chunkings are shared."""
-        limits = Limits(self.limits.end, self.settings.work_limit)
+        limits = Limits(self.limits.end, self.settings.work_limit, self.limits.longest)
         return dataclasses.replace(self, limits=limits, best=None, _nearest=None)
 
     @property
@@ -190,10 +201,11 @@ class ReplicaSearch:
 
     def _close_gap(self, found: Found) -> None:
         budget = self.settings.memory_budget
-        if found.solution is None or budget is None:
+        seconds_left = self.limits.seconds_left
+        if found.solution is None or budget is None or seconds_left <= self.limits.longest:
             return
         problem = found.draft.problem(budget, share_diagonals=found.share_diagonals)
-        solution = close_gap(problem, found.solution)
+        solution = close_gap(problem, found.solution, seconds=seconds_left)
         recompute = problem.layers(solution.values)
         seconds = found.draft.makespan(recompute)
         if seconds <= found.seconds:

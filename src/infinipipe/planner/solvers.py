@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import highspy
 import numpy as np
@@ -20,6 +21,8 @@ POOR_GAP = 0.02
 """Gap above which the integer program is tried on the final plan."""
 TREE_NODES = 60
 """Nodes of its search tree."""
+PROGRAM_SECONDS = 60.0
+"""Seconds after which it ends in any case."""
 UPWARD = (0.0, 0.15, 0.3, 0.45)
 """What roundings add before rounding down."""
 
@@ -109,7 +112,7 @@ def certified_bound(problem: RecomputeProblem, prices: FloatArray) -> float:
 
 
 def solve_exactly(
-    problem: RecomputeProblem, *, gap: float = 0.0, time_limit: float = 60.0, nodes: int | None = None
+    problem: RecomputeProblem, *, gap: float = 0.0, time_limit: float = PROGRAM_SECONDS, nodes: int | None = None
 ) -> RecomputeSolution:
     """The integer program, to a relative ``gap``, within ``time_limit`` seconds and ``nodes`` of the search tree.
 
@@ -157,15 +160,17 @@ def solve(problem: RecomputeProblem, *, roundings: int = 12) -> RecomputeSolutio
     return best
 
 
-def close_gap(problem: RecomputeProblem, solution: RecomputeSolution) -> RecomputeSolution:
-    """Run the integer program for a while on a solution whose gap is above ``POOR_GAP``; the better of both, and their bounds.
+def close_gap(
+    problem: RecomputeProblem, solution: RecomputeSolution, *, seconds: float = math.inf
+) -> RecomputeSolution:
+    """Run the integer program for a while, at most ``seconds``, on a solution whose gap is above ``POOR_GAP``; the better of both, and their bounds.
 
     Where few layers are recomputed, one layer is a large gap, and the relaxation cannot tell that it is needed; the program can.
     """
     if solution.gap <= POOR_GAP or len(problem.rows.values) > LARGE:
         return solution
     try:
-        exact = solve_exactly(problem, gap=GOOD_GAP, nodes=TREE_NODES)
+        exact = solve_exactly(problem, gap=GOOD_GAP, time_limit=min(seconds, PROGRAM_SECONDS), nodes=TREE_NODES)
     except SolverError:
         return solution
     bound = max(solution.bound, exact.bound)

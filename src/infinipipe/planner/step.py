@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -20,9 +21,21 @@ MOST_TOKENS = 2**40
 """The longest sequence for which costs, which grow with its square, are still computed exactly enough."""
 
 
-def plan_replica(lengths: Sequence[int], sequences: Sequence[int], cost: CostModel, settings: PlannerSettings) -> Found:
-    """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`."""
-    search = ReplicaSearch(lengths, sequences, cost, settings, Limits.of(settings))
+def plan_replica(
+    lengths: Sequence[int],
+    sequences: Sequence[int],
+    cost: CostModel,
+    settings: PlannerSettings,
+    *,
+    end: float | None = None,
+) -> Found:
+    """Plan ``sequences`` of a batch for one replica with the planner that ``settings`` name. Raises as :func:`plan_step`.
+
+    The search ends at ``end``, by ``time.monotonic``, if given, instead of after the settings' time limit.
+    """
+    if end is None:
+        end = time.monotonic() + (math.inf if settings.time_limit is None else settings.time_limit)
+    search = ReplicaSearch(lengths, sequences, cost, settings, Limits(end, settings.work_limit))
     found = get_planner(settings.planner)(search)
     if not isinstance(found, Found):
         raise PlanError(
@@ -49,9 +62,15 @@ def plan_step(
         raise PlanError(f"a sequence has {min(lengths)} tokens; every sequence must have at least 1")
     if max(lengths) > MOST_TOKENS:
         raise PlanError(f"a sequence has more than {MOST_TOKENS} tokens, the most that can be planned")
-    began = time.perf_counter()
+    began, started = time.perf_counter(), time.monotonic()
     parts = split_by_time(lengths, settings.replicas, fit_slice_time(cost, max(lengths)))
-    jobs = [(index, lengths, part, cost, settings) for index, part in enumerate(parts)]
+    at_once = max(1, processes)
+    rounds = -(-len(parts) // at_once)
+    limit = math.inf if settings.time_limit is None else settings.time_limit
+    jobs = [
+        (index, lengths, part, cost, settings, started + limit * (index // at_once + 1) / rounds)
+        for index, part in enumerate(parts)
+    ]
     if processes > 1 and len(jobs) > 1:
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             outcomes = list(pool.map(_plan_part, jobs))
@@ -78,14 +97,14 @@ def plan_step(
 
 
 def _plan_part(
-    job: tuple[int, Sequence[int], Sequence[int], CostModel, PlannerSettings],
+    job: tuple[int, Sequence[int], Sequence[int], CostModel, PlannerSettings, float],
 ) -> tuple[ReplicaPlan, float, float | None] | BudgetError:
     """One replica's plan, seconds and solver gap, or why nothing fits, naming the replica."""
-    index, lengths, part, cost, settings = job
+    index, lengths, part, cost, settings, end = job
     if not part:
         return build_replica([], cost.placement, schedule="interleaved"), 0.0, None
     try:
-        found = plan_replica(lengths, part, cost, settings)
+        found = plan_replica(lengths, part, cost, settings, end=end)
     except BudgetError as error:
         where = f"replica {index} " if settings.replicas > 1 else ""
         return BudgetError(error.required, error.budget, error.stage, error.advice, where)
