@@ -7,8 +7,10 @@ Assumptions, all of them:
   size), scaled by shape to 13B and 30B. The publication measured A800 devices, with slower links inside a node.
 * Fixed cost of a micro-batch: planners without a pipeline shard parameters over all devices (ZeRO-3) and pay the calibration's
   fixed cost, which is gathering parameters and scattering gradients, for each one. Pipelines keep the parameters of their
-  stage gathered, which costs their memory, and pay 4% of it (``benchmarks/resident.py``).
-* Memory: 72 GB of 80 for weights, gradients, optimizer states and activations; the calibration's activations per token.
+  stage gathered, which costs their memory, and pay 4% of it (``infinipipe.cost.presets.RESIDENT_SHARE``).
+* Memory: 72 GB of 80 for weights, gradients, optimizer states and activations; the calibration's activations per token. States are
+  what this runtime holds: float32 masters and moments sharded over a stage, bfloat16 parameters gathered, float32 gradients
+  accumulated whole where the states stay below a third of the budget, else sharded, which costs a message a layer and chunk.
 * Lengths: lognormal with mu 7.0 and sigma 1.63, clipped to the context length, or drawn from the file of ``--lengths``.
 * The baselines are at their best: ``fixed-chunk`` searches its chunk size and the uniform recompute that fits, for every batch;
   ``flexsp`` and ``ulysses-zero3`` their groups and micro-batches.
@@ -20,7 +22,6 @@ A ratio is the other planner's step time over ours, the mean over seeds. The las
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -30,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from resident import resident_preset
 
-from infinipipe.cost import AnalyticCost
-from infinipipe.cost.presets import MODELS, preset
+from infinipipe.cost import AnalyticCost, GradientPolicy, Holding
+from infinipipe.cost.policies import with_policies
+from infinipipe.cost.presets import MODELS, preset, preset_network
 from infinipipe.planner import PlannerSettings, planner_names
 from infinipipe.planner.compare import UNPIPED, Outcome, compare
 from infinipipe.planner.lengths import read_lengths
@@ -45,7 +46,9 @@ from infinipipe.timeline.themes import THEMES
 STAGES = 4
 SEQUENCE_PARALLEL = 8
 BUDGET = 72_000_000_000
-PARAMETER_BYTES = 2
+WHOLE_UP_TO = BUDGET / 3
+"""Bytes of states up to which gradients accumulate whole."""
+GRADIENTS: tuple[GradientPolicy, ...] = ("whole", "sharded")
 OURS = ("elastic", "elastic-paper")
 ABLATIONS = ("paper-unbalanced", "paper-no-recompute", "paper-full-recompute")
 MAIN = (*OURS, *ABLATIONS, "fixed-chunk", *UNPIPED)
@@ -75,14 +78,15 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.model.upper()} {self.context}K {self.sequences}"
 
-    def costs(self) -> tuple[AnalyticCost, AnalyticCost]:
-        """The cost models of pipelines and of planners without one."""
-        name = f"{self.model}-a100"
-        sharded = preset(name, STAGES, sequence_parallel=SEQUENCE_PARALLEL)
-        resident = resident_preset(name, STAGES, sequence_parallel=SEQUENCE_PARALLEL)
-        shape = MODELS[self.model]
-        gathered = shape.parameters // STAGES * PARAMETER_BYTES
-        return dataclasses.replace(resident, states=tuple(s + gathered for s in resident.states)), sharded
+    def cost(self) -> AnalyticCost:
+        """The cost model of a stage's devices that keep its parameters gathered, and accumulate gradients whole where these fit."""
+        return min((self._cost(policy) for policy in GRADIENTS), key=lambda cost: max(cost.states) > WHOLE_UP_TO)
+
+    def _cost(self, gradients: GradientPolicy) -> AnalyticCost:
+        name, stages = f"{self.model}-a100", STAGES
+        holding = Holding(sequence_parallel=SEQUENCE_PARALLEL, gradient_policy=gradients)
+        cost = preset(name, stages, sequence_parallel=SEQUENCE_PARALLEL, holding=holding)
+        return with_policies(cost, MODELS[self.model], holding)
 
     def batch(self, seed: int, corpus: Sequence[int] | None) -> list[int]:
         """Lengths of a batch."""
@@ -121,13 +125,13 @@ def study(
     piped = [name for name in planners if name not in UNPIPED]
     results: Results = {}
     for cell in chosen:
-        resident, sharded = cell.costs()
+        cost, network = cell.cost(), preset_network(f"{cell.model}-a100")
         settings = PlannerSettings(memory_budget=BUDGET, token_capacity=cell.context * 1000, time_limit=time_limit)
         runs = []
         for seed in range(seeds):
             lengths = cell.batch(seed, corpus)
-            found = compare(lengths, resident, settings, piped, context=cell.context * 1000)
-            found += compare(lengths, sharded, settings, UNPIPED, context=cell.context * 1000)
+            planners = (*piped, *UNPIPED)
+            found = compare(lengths, cost, settings, planners, context=cell.context * 1000, network=network)
             runs.append({outcome.planner: outcome for outcome in found})
         results[cell] = runs
         for name in [*piped, *UNPIPED]:

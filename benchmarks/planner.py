@@ -5,8 +5,9 @@ Python standard library's source files, at ``BYTES_PER_TOKEN`` bytes a token. Th
 
 * ``free``: no fixed cost of a chunk, ample memory, at most 32 slices, only the floating-point operations of a 13B model: how much
   of the step is bubble and imbalance.
-* ``calibrated``: the presets with the fixed cost per micro-batch as published, a budget of 72 GB a device, 8-way sequence parallelism.
-* ``resident``: the same with the share of that cost that is left when parameters stay gathered.
+* ``calibrated``: the presets with the fixed cost per micro-batch as published, which is that of parameters gathered for every use, a
+  budget of 72 GB a device, 8-way sequence parallelism.
+* ``resident``: the same with parameters that stay gathered, which costs their memory, and what is left of that cost then.
 
 The ideal has no bubble, no recompute, no all-to-all and the fewest chunks possible. Planning times are CPU seconds of one core. The last
 line printed is a JSON object.
@@ -27,10 +28,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from resident import resident_preset
 
 from infinipipe.cost import (
     AnalyticCost,
+    GatherPolicy,
     Holding,
     ModelShape,
     balanced_stages,
@@ -90,8 +91,8 @@ class Cell:
             stages = even_stages(shape.layers, self.stages)
             cost = flop_cost(shape, stages, states=[0] * self.stages)
             return dataclasses.replace(cost, forward=dataclasses.replace(cost.forward, head_token=0.0))
-        make = resident_preset if self.kind == "resident" else preset
-        return make(f"{self.model}-a100", self.stages)
+        policy: GatherPolicy = "keep" if self.kind == "resident" else "release"
+        return preset(f"{self.model}-a100", self.stages, holding=Holding(sequence_parallel=8, gather_policy=policy))
 
     def settings(self) -> PlannerSettings:
         if self.kind == "free":

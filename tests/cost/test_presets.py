@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from infinipipe.cost import CostError, WorkingSet, load_cost, preset, preset_names, save_cost
-from infinipipe.cost.presets import CALIBRATIONS, MODELS
+from infinipipe.cost import CostError, Holding, WorkingSet, load_cost, preset, preset_names, save_cost
+from infinipipe.cost.presets import CALIBRATIONS, MODELS, RESIDENT_SHARE
 
 
 def test_the_calibrated_model_has_the_published_coefficients() -> None:
-    cost = preset("7b-a100", 4, sequence_parallel=1)
+    cost = preset("7b-a100", 4, sequence_parallel=1, holding=Holding(gather_policy="release"))
     length = 10_000
     known = CALIBRATIONS["a100"]
     expected = known.pair * length**2 + known.token * length
     assert cost.compute_seconds([length]) == pytest.approx(expected)
     assert cost.chunk_seconds() == pytest.approx(0.629)
+    assert preset("7b-a100", 4).chunk_seconds() == pytest.approx(0.629 * RESIDENT_SHARE)
     per_token = (cost.memory.layer + cost.memory.layer_kv) * 32
     assert per_token == pytest.approx(4.71e6)
 

@@ -5,21 +5,22 @@ import dataclasses
 import pytest
 
 from infinipipe.cost import AnalyticCost, Link, preset
+from infinipipe.cost.network import Network
 from infinipipe.plan import PlanError
 from infinipipe.planner.baselines.unpiped import Cluster, flexsp, ulysses_zero3
 
-BANDWIDTHS = {2: 154e9, 8: 121e9, 16: 8.7e9}
+NETWORK = Network({2: 154e9, 8: 121e9, 16: 8.7e9}, micro_batch_seconds=0.6)
 
 
 def cluster(budget: int | None, *, all_to_all: bool = True) -> Cluster:
     cost = preset("7b-a100", 4)
     if not all_to_all:
         cost = dataclasses.replace(cost, all_to_all_bytes=0.0, all_to_all=Link())
-    return Cluster(cost, BANDWIDTHS, budget)
+    return Cluster(cost, NETWORK, budget)
 
 
 def fixed_and_computing(cost: AnalyticCost, lengths: list[int]) -> tuple[float, float]:
-    return cost.chunk_seconds(), cost.compute_seconds(lengths)
+    return NETWORK.micro_batch_seconds, cost.compute_seconds(lengths)
 
 
 @pytest.mark.parametrize("planner", [ulysses_zero3, flexsp])

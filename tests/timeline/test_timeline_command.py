@@ -55,7 +55,7 @@ def test_errors_are_in_the_users_words(files: tuple[str, str], tmp_path: Path) -
     ):
         with pytest.raises(SettingError, match=words):
             run([files[0], *arguments])
-    with pytest.raises(ValueError, match="cannot write"):
+    with pytest.raises(ValueError, match="there is no folder"):
         run([files[0], "--output", str(tmp_path / "nowhere" / "a.html")])
     with pytest.raises(TimelineError, match="cannot read"):
         run([str(tmp_path / "missing.json"), "--output", str(tmp_path / "a.html")])

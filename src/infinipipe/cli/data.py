@@ -13,6 +13,7 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
+from infinipipe.cli.options import require_output
 from infinipipe.cli.train import read_settings
 from infinipipe.data.lengths import LengthBucket, length_buckets, policy_outcomes
 from infinipipe.files import write_beside
@@ -55,6 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     require_range("steps", given.steps, at_least=1)
     if given.output is not None and Path(given.output).suffix.lower() not in (".svg", ".png"):
         raise SettingError(f"output is {given.output!r}; it must end in .svg or .png")
+    require_output(given.output)
     if not rest or rest[0].startswith("-"):
         raise SettingError(
             "name a configuration file first: infinipipe data stats CONFIG [--section.setting VALUE ...]"

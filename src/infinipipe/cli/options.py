@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,16 +32,23 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
     return kind(**parsed.as_dict())
 
 
-def require_not_input(output: str | None, inputs: Iterable[str | Path | None]) -> None:
-    """Raise ``SettingError`` if writing ``output`` would replace one of the files that a command reads.
+def require_output(output: str | None, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Raise ``SettingError`` if the file ``output`` cannot be written, or would replace one of those that a command reads.
 
     Of ``path/to/file.py:function`` that is the file.
     """
-    if output is None or Path(output).is_dir():
+    if output is None:
         return
+    path = Path(output)
     read = {str(path).rpartition(":")[0] if is_reference(str(path)) else path for path in inputs if path is not None}
-    if Path(output).resolve() in {Path(path).resolve() for path in read}:
+    if path.resolve() in {Path(path).resolve() for path in read}:
         raise SettingError(f"output {output} is a file that is read; name another file")
+    if path.is_dir():
+        raise SettingError(f"output {output} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise SettingError(f"there is no folder {str(path.parent)!r} for output {output}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise SettingError(f"the folder {str(path.parent)!r} of output {output} cannot be written to; name another")
 
 
 def _in_words(message: str) -> str:

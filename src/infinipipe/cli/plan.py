@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinipipe.cli.models import read_footprint
-from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
+from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_output
 from infinipipe.cost import (
     AnalyticCost,
     CostError,
@@ -29,7 +29,8 @@ from infinipipe.cost import (
 )
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.loading import load_model
-from infinipipe.cost.presets import preset, preset_names
+from infinipipe.cost.network import Network
+from infinipipe.cost.presets import preset, preset_names, preset_network
 from infinipipe.plan import ChunkKind, Placement, Plan, PlanError, cut_sequences, num_splits, placement_named, save
 from infinipipe.plan.loading import is_reference
 from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
@@ -118,7 +119,7 @@ class PlanOptions:
         if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
             raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
         read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
-        require_not_input(self.output, (*read, self.planner, self.schedule))
+        require_output(self.output, (*read, self.planner, self.schedule))
 
     @property
     def placed(self) -> Placement:
@@ -165,8 +166,9 @@ def run(arguments: Sequence[str]) -> int:
             f"compare sets planners beside the ideal step, which the cost model {options.model} does not know; omit --compare"
         )
     settings = options.planner_settings()
-    plan = plan_step(lengths, cost, settings)
     console = Console(highlight=False)
+    console.print(devices_line(cost, settings))
+    plan = plan_step(lengths, cost, settings)
     summarise(console, plan, cost, settings, options.context)
     if options.output is not None:
         save(plan, options.output)
@@ -174,8 +176,21 @@ def run(arguments: Sequence[str]) -> int:
     if options.compare and isinstance(cost, AnalyticCost):
         if options.replicas > 1:
             console.print("planners are compared on the whole batch as one replica")
-        print_comparison(console, compare(lengths, cost, settings, context=options.context))
+        network = preset_network(options.model) if options.model in preset_names() else Network.of(cost)
+        outcomes = compare(lengths, cost, settings, context=options.context, network=network)
+        print_comparison(console, outcomes)
+        console.print(
+            f"a chunk costs pipelines {cost.chunk_seconds():.3f} s over all stages{policies(options)}, a micro-batch those without "
+            f"one {network.micro_batch_seconds:.3f} s, since they gather the whole model's parameters for each"
+        )
     return 0
+
+
+def policies(options: PlanOptions) -> str:
+    """The policies that decide the price of a chunk, for a model that heeds them."""
+    if is_reference(options.model) or (Path(options.model).is_file() and Path(options.model).name != "config.json"):
+        return ""
+    return f" (gather_policy {options.holding.gather_policy})"
 
 
 def read_cost(options: PlanOptions, lengths: Sequence[int]) -> CostModel:
@@ -253,10 +268,22 @@ def _require_unset(options: PlanOptions, name: str, model: str) -> None:
 def batch_lengths(options: PlanOptions) -> list[int]:
     """The step's lengths: all of the file's, or a random batch, clipped to the context."""
     lengths = read_lengths(options.lengths)
+    if options.batch is not None and options.batch > len(lengths):
+        raise PlanError(
+            f"batch is {options.batch}, but {options.lengths} has {len(lengths)} lengths; use at most so many, or omit --batch for all"
+        )
     if options.batch is not None:
         chosen = np.random.default_rng(options.seed).permutation(len(lengths))[: options.batch]
         lengths = [lengths[i] for i in chosen.tolist()]
     return lengths if options.context is None else [min(length, options.context) for length in lengths]
+
+
+def devices_line(cost: CostModel, settings: PlannerSettings) -> str:
+    """What the plan is for."""
+    stages, replicas = cost.placement.num_stages, settings.replicas
+    shared = cost.sequence_parallel if isinstance(cost, AnalyticCost) else 1
+    count = f"{replicas} replica{'s' if replicas > 1 else ''} of {stages} stage{'s' if stages > 1 else ''}"
+    return f"planning for {stages * replicas * shared} devices: {count}, {shared} devices each (sequence_parallel {shared})"
 
 
 def summarise(

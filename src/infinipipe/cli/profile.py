@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from infinipipe.cli.options import parse_options, require_not_input
+from infinipipe.cli.options import parse_options, require_output
 from infinipipe.cost import ModelShape, balanced_stages
 from infinipipe.cost.files import save_cost
 from infinipipe.plan import Placement, placement_named
@@ -97,7 +97,7 @@ class ProfileOptions:
             _ = self.placed
         except ValueError as error:
             raise SettingError(f"placement with parts_per_stage: {error}") from None
-        require_not_input(self.output, (self.model, Path(self.model) / "config.json"))
+        require_output(self.output, (self.model, Path(self.model) / "config.json"))
 
     @property
     def per_stage(self) -> int:
@@ -129,10 +129,6 @@ def run(arguments: Sequence[str]) -> int:
     description = "Measure a model's stages on this machine and write the cost file that planning and simulating need."
     options = parse_options(ProfileOptions, "profile", description, arguments)
     design, output = options.design(), Path(options.output)
-    if not output.parent.is_dir():
-        raise SettingError(f"there is no folder {str(output.parent)!r} for output {options.output}; make it first")
-    if output.is_dir():
-        raise SettingError(f"output {options.output} is a folder; name a file")
     from infinipipe.profile import fit_profile, measure, quality_lines
 
     setup, stage_layers = make_setup(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinipipe.cli.options import parse_options, require_not_input
+from infinipipe.cli.options import parse_options, require_output
 from infinipipe.cli.simulate import choose_replica, named_cost
 from infinipipe.plan import load
 from infinipipe.settings import require_above, require_range
@@ -37,7 +37,7 @@ class RehearseOptions:
     def __post_init__(self) -> None:
         require_range("sequence_parallel", self.sequence_parallel, at_least=1)
         require_above("speed", self.speed, 0)
-        require_not_input(self.output, (self.plan, self.cost))
+        require_output(self.output, (self.plan, self.cost))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_not_input
+from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_output
 from infinipipe.cost import AnalyticCost, CostModel
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.loading import load_model
@@ -47,7 +47,7 @@ class SimulateOptions:
         if self.memory_budget is not None:
             require_above("memory_budget", self.memory_budget, 0)
             require_range("memory_budget", self.memory_budget, at_most=MOST_GIB)
-        require_not_input(self.output, (self.plan, self.cost))
+        require_output(self.output, (self.plan, self.cost))
 
 
 def run(arguments: Sequence[str]) -> int:

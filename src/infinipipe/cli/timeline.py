@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infinipipe.cli.options import parse_options, require_not_input
+from infinipipe.cli.options import parse_options, require_output
 from infinipipe.files import write_beside
 from infinipipe.settings import SettingError, require_range
 from infinipipe.timeline import Timeline, load
@@ -43,7 +43,7 @@ class TimelineOptions:
         require_range("width", self.width, at_least=400, at_most=10_000)
         if Path(self.output).suffix.lower() not in WRITERS:
             raise SettingError(f"output is {self.output!r}; it must end in {', '.join(WRITERS)}")
-        require_not_input(self.output, (self.timeline, self.measured))
+        require_output(self.output, (self.timeline, self.measured))
 
 
 Writer = Callable[[Sequence[Timeline], TimelineOptions], bytes]

@@ -357,6 +357,11 @@ class AnalyticCost:
         return self.states[stage]
 
     @property
+    def element_bytes(self) -> float:
+        """Bytes of an element that is computed with; 2 if the model's shape is not known."""
+        return 2.0 if self.shape is None else self.memory.message / self.shape.hidden
+
+    @property
     def optimizer_seconds(self) -> float:
         """What the optimizer adds to a step: its seconds on the stage with the most states."""
         return self.optimizer * max(self.states)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from infinipipe.cost.analytic import AnalyticCost, Link, PassTime
 from infinipipe.cost.flops import memory_use
+from infinipipe.cost.network import Network
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
 from infinipipe.cost.states import Holding, state_bytes
 from infinipipe.plan import ONE_EACH, Placement
@@ -54,6 +55,12 @@ CALIBRATIONS: dict[str, Calibration] = {
     ),
 }
 
+RESIDENT_SHARE = 0.04
+"""Share of a calibration's fixed cost per micro-batch that is left where a stage's parameters stay gathered.
+
+The 629 ms of the A100 calibration are about what gathering 13.5 GB of parameters twice and scattering their gradients once takes
+at some 64 GB/s a node; what a chunk costs without them is launching kernels, about 90 a layer at 8 us: 23 ms.
+"""
 FORWARD_SHARE = 1 / 3
 """Forward's share of forward and backward: the backward of a matrix product is two products."""
 
@@ -78,35 +85,35 @@ def preset(
 
     Models other than the calibrated one are scaled from it: attention time with layers times query width, the rest with
     weights, fixed cost with parameters, activations with the formula of :func:`memory_use`; ``source`` says so.
-    ``chunk_seconds`` replaces the fixed cost of a chunk, ``holding`` how a stage's devices hold its states: in bfloat16, sharded
-    over ``sequence_parallel``. Raises ``CostError``.
+    ``holding`` says how a stage's devices hold its states: in bfloat16, sharded over ``sequence_parallel``, parameters kept gathered,
+    if not given. The fixed cost of a chunk follows: all of the calibration's where parameters are gathered for every use, else what
+    is left of it (:data:`RESIDENT_SHARE`); ``chunk_seconds`` replaces it. Raises ``CostError``.
     """
-    model, _, device = name.rpartition("-")
-    if model not in MODELS or device not in CALIBRATIONS:
-        raise CostError(f"there is no preset {name!r}; use one of {', '.join(preset_names())}")
-    known, shape = CALIBRATIONS[device], MODELS[model]
+    known, shape = _known(name)
+    holding = holding or Holding(sequence_parallel=sequence_parallel)
     stage_layers = even_stages(shape.layers, stages) if isinstance(stages, int) else tuple(stages)
     if sum(stage_layers) != shape.layers:
-        raise CostError(f"stage_layers {list(stage_layers)} must add up to the {shape.layers} layers of {model}")
+        raise CostError(f"stage_layers {list(stage_layers)} must add up to the {shape.layers} layers of {name}")
     measured = MODELS[known.model]
     pair = known.pair / (measured.layers * measured.query_width) * shape.query_width
     token = known.token / (measured.layers * measured.mean_work) * shape.mean_work
     if chunk_seconds is None:
-        chunk_seconds = known.chunk * shape.parameters / measured.parameters
+        share = RESIDENT_SHARE if holding.gather_policy == "keep" else 1.0
+        chunk_seconds = share * known.chunk * shape.parameters / measured.parameters
 
     def pass_time(share: float) -> PassTime:
         return PassTime(pair=pair * share, token=token * share, chunk=chunk_seconds * share / shape.layers)
 
     use = memory_use(shape, element_bytes=2)
     ratio = known.activation / measured.layers / _layer_bytes(measured)
-    scaled = " scaled by shape" if model != known.model else ""
+    scaled = " scaled by shape" if shape is not measured else ""
     exchange = known.all_to_all.get(sequence_parallel, min(known.all_to_all.values()))
     return AnalyticCost(
         stage_layers=stage_layers,
         forward=pass_time(FORWARD_SHARE),
         backward=pass_time(1 - FORWARD_SHARE),
         memory=dataclasses.replace(use, layer=ratio * _layer_bytes(shape) - use.layer_kv),
-        states=state_bytes(shape, stage_layers, placement, holding or Holding(sequence_parallel=sequence_parallel)),
+        states=state_bytes(shape, stage_layers, placement, holding),
         placement=placement or ONE_EACH,
         message=Link(latency=20e-6, seconds_per_byte=1 / known.all_to_all[max(known.all_to_all)]),
         sequence_parallel=sequence_parallel,
@@ -116,6 +123,20 @@ def preset(
         source=known.source + scaled,
         shape=shape,
     )
+
+
+def _known(name: str) -> tuple[Calibration, ModelShape]:
+    """The calibration and the shape of ``MODEL-DEVICE``. Raises ``CostError``."""
+    model, _, device = name.rpartition("-")
+    if model not in MODELS or device not in CALIBRATIONS:
+        raise CostError(f"there is no preset {name!r}; use one of {', '.join(preset_names())}")
+    return CALIBRATIONS[device], MODELS[model]
+
+
+def preset_network(name: str) -> Network:
+    """What the devices of a preset exchange at, and pay for a micro-batch of the whole model. Raises ``CostError``."""
+    known, shape = _known(name)
+    return Network(known.all_to_all, known.chunk * shape.parameters / MODELS[known.model].parameters)
 
 
 def _layer_bytes(shape: ModelShape) -> float:

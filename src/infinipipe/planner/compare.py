@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinipipe.cost import AnalyticCost
-from infinipipe.cost.presets import CALIBRATIONS
+from infinipipe.cost.network import Network
 from infinipipe.plan import PlanError
 from infinipipe.planner.baselines.unpiped import Cluster, flexsp, ulysses_zero3
 from infinipipe.planner.registry import planner_names
@@ -60,10 +60,11 @@ def compare(
     planners: Iterable[str] | None = None,
     *,
     context: int | None = None,
+    network: Network | None = None,
 ) -> list[Outcome]:
     """Run ``planners``, all if not given, on one replica's batch.
 
-    The ideal packs chunks to ``settings.token_capacity``, else to ``context``.
+    Those without a pipeline run on ``network``, or what ``cost`` knows of it if not given. The ideal packs chunks to ``settings.token_capacity``, else to ``context``.
     """
     ideal = ideal_seconds(cost, lengths, settings.token_capacity or context or max(lengths))
     outcomes = []
@@ -71,7 +72,8 @@ def compare(
         began = time.process_time()
         try:
             if name in UNPIPED:
-                seconds = UNPIPED[name](Cluster(cost, CALIBRATIONS["a100"].all_to_all, settings.memory_budget), lengths)
+                cluster = Cluster(cost, network or Network.of(cost), settings.memory_budget)
+                seconds = UNPIPED[name](cluster, lengths)
                 outcomes.append(Outcome(name, seconds, seconds / ideal, planning_seconds=time.process_time() - began))
                 continue
             found = plan_replica(lengths, range(len(lengths)), cost, dataclasses.replace(settings, planner=name))

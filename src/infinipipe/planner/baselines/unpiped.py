@@ -11,8 +11,10 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from infinipipe.cost import AnalyticCost
+from infinipipe.cost import AnalyticCost, Holding, state_bytes
+from infinipipe.cost.network import Network
 from infinipipe.plan import PlanError
 
 MOST_LAYOUTS = 40
@@ -27,12 +29,12 @@ class Cluster:
 
     Attributes:
         cost: the model; its stages and sequence-parallel degree give the number of devices.
-        bandwidths: bytes per second of an all-to-all by group size; larger groups have that of the largest listed.
+        network: their links, and what a micro-batch costs them.
         budget: bytes of each device, or ``None``.
     """
 
     cost: AnalyticCost
-    bandwidths: dict[int, float]
+    network: Network
     budget: int | None
 
     @property
@@ -51,16 +53,28 @@ class Cluster:
         cost = self.cost
         layers = sum(cost.stage_layers)
         per_token = (cost.memory.layer + cost.memory.layer_kv) * layers + cost.memory.chunk + cost.memory.head
-        states = sum(cost.states) * cost.sequence_parallel / self.devices
-        return max(0.0, (self.budget - states) / per_token * degree)
+        return max(0.0, (self.budget - self.states) / per_token * degree)
+
+    @cached_property
+    def states(self) -> int:
+        """Bytes of the model's states on a device."""
+        cost = self.cost
+        if cost.shape is None:
+            return round(sum(cost.states) * cost.sequence_parallel / self.devices)
+        sharded = Holding(
+            element_bytes=round(cost.element_bytes),
+            sequence_parallel=self.devices,
+            gather_policy="release",
+            gradient_policy="sharded",
+        )
+        return state_bytes(cost.shape, (cost.shape.layers,), None, sharded)[0]
 
     def exchange(self, degree: int) -> float:
         """Seconds per token of a group's all-to-alls, forward and backward."""
         if degree == 1:
             return 0.0
-        known = [size for size in self.bandwidths if size >= degree]
-        bandwidth = self.bandwidths[min(known)] if known else self.bandwidths[max(self.bandwidths)]
-        return 2 * sum(self.cost.stage_layers) * self.cost.all_to_all_bytes / degree / bandwidth
+        sent = 2 * sum(self.cost.stage_layers) * self.cost.all_to_all_bytes / degree
+        return sent / self.network.bandwidth(degree)
 
 
 def ulysses_zero3(cluster: Cluster, lengths: Sequence[int]) -> float:
@@ -80,7 +94,7 @@ def ulysses_zero3(cluster: Cluster, lengths: Sequence[int]) -> float:
                 fits = fits and slowest < math.inf
                 seconds += slowest
             if fits:
-                best = min(best, seconds + number * cluster.cost.chunk_seconds())
+                best = min(best, seconds + number * cluster.network.micro_batch_seconds)
     return _finite(best, cluster, lengths)
 
 
@@ -95,7 +109,7 @@ def flexsp(cluster: Cluster, lengths: Sequence[int]) -> float:
     best = math.inf
     for number in range(rounds, rounds + MORE_MICRO_BATCHES):
         for batches in (_deal(lengths, number), _sorted_batches(lengths, number)):
-            seconds = number * cluster.cost.chunk_seconds()
+            seconds = number * cluster.network.micro_batch_seconds
             for batch in batches:
                 seconds += min(
                     (_assign(batch, layout, cluster) for layout in _layouts(batch, cluster)), default=math.inf
