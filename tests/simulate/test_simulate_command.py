@@ -15,6 +15,7 @@ from infinipipe.plan import Chunk, Pipeline, Plan, PlanError, build_replica, sav
 from infinipipe.settings import SettingError
 from infinipipe.simulate import simulate_plan
 from infinipipe.timeline import load
+from infinipipe.timeline.units import readable_seconds
 
 LENGTHS = (4000, 3000, 2000, 6000)
 
