@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import re
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jsonargparse import ArgumentParser
 
+from infinipipe.cli.words import in_words
 from infinipipe.plan.loading import is_reference
 from infinipipe.settings import SettingError
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-GIB = 2**30
-MOST_GIB = 2**20
-"""The largest memory budget that an option takes."""
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def parse_options(kind: type[Options], command: str, description: str, arguments: Sequence[str]) -> Options:
@@ -27,7 +27,8 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
     try:
         parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise SettingError(f"{_in_words(str(error))}; see 'infinipipe {command} --help'") from None
+        names = [field.name for field in dataclasses.fields(kind)]
+        raise SettingError(f"{in_words(str(error), names, options=True)}; see 'infinipipe {command} --help'") from None
     return kind(**parsed.as_dict())
 
 
@@ -41,14 +42,3 @@ def require_not_input(output: str | None, inputs: Iterable[str | Path | None]) -
     read = {str(path).rpartition(":")[0] if is_reference(str(path)) else path for path in inputs if path is not None}
     if Path(output).resolve() in {Path(path).resolve() for path in read}:
         raise SettingError(f"output {output} is a file that is read; name another file")
-
-
-def _in_words(message: str) -> str:
-    """The parser's message as one sentence without Python's spellings."""
-    message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split())).replace("typing.", "")
-    message = re.sub(r'^Parser key "(\w+)":', r"--\1:", message)
-    match = re.fullmatch(r"(.*)Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)", message)
-    if match is not None:
-        kinds = " or ".join(kind for kind in re.split(r", (?![^\[]*\])", match[2]) if kind != "NoneType")
-        message = f"{match[1]}Expected a {kinds}. Got value: {match[3]}"
-    return re.sub(r"a Literal\[(.*?)\]", r"one of \1", message)
