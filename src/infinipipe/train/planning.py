@@ -12,12 +12,10 @@ from infinipipe.cost import AnalyticCost, CostError, Holding, ModelShape, balanc
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.policies import with_policies
 from infinipipe.plan import Plan
-from infinipipe.planner import PlannerSettings, plan_step
+from infinipipe.planner import plan_step
 from infinipipe.runtime.footprint import footprint
 from infinipipe.settings import SettingError
 from infinipipe.train.settings import ParallelSettings, Settings
-
-GIB = 2**30
 
 
 def holding_of(settings: Settings) -> Holding:
@@ -69,16 +67,7 @@ class StepPlanner:
         holding = holding_of(settings)
         states = state_bytes(shape, cost.stage_layers, cost.placement, holding)
         self.cost = dataclasses.replace(with_policies(cost, shape, holding), states=states)
-        self.settings = PlannerSettings(
-            planner=plan.planner,
-            memory_budget=round(plan.memory_budget * GIB) or None,
-            token_capacity=plan.token_capacity or None,
-            max_slices=plan.max_slices,
-            num_slices=plan.num_slices or None,
-            recompute=plan.recompute,
-            schedule=plan.schedule,
-            replicas=settings.parallel.replicas,
-        )
+        self.settings = plan.planner_settings(replicas=settings.parallel.replicas)
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """The plan of a step over sequences of ``lengths`` tokens, proved valid. Raises ``PlanError``."""

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from infinipipe.cost import GatherPolicy, GradientPolicy
 from infinipipe.data.settings import DataSettings, TokenizerSettings
-from infinipipe.plan import Placement, PlanError, get_schedule, placement_named
-from infinipipe.planner import get_planner
+from infinipipe.plan import Placement, PlanError, placement_named
+from infinipipe.planner import PlannerChoices
 from infinipipe.settings import SettingError, require_above, require_range
 
 
@@ -41,18 +41,11 @@ class ModelSettings:
             )
 
 
-@dataclass(frozen=True)
-class PlanSettings:
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(PlannerChoices):
     """How each step is cut into chunks, scheduled and recomputed.
 
     Attributes:
-        planner: the planner's name, or path/to/file.py:function
-        schedule: order of forwards and backwards: auto leaves it to the planner; 1f1b, gpipe, tapered, lookahead, interleaved, zero-bubble, or path/to/file.py:function
-        max_slices: most slices into which the longest sequence of a step may be cut
-        num_slices: that number itself (K); 0 searches for the fastest up to max_slices
-        token_capacity: most tokens of a chunk; 0 is without limit
-        memory_budget: GiB of each device for weights, gradients, optimizer states and activations; 0 is without limit
-        recompute: layers of every stage that are computed again in backward: none, all, a number, which is all where a stage has fewer, or auto, which takes what the budget asks for
         flops_per_second: what one device reaches, for the planner's estimate of time
         chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
         cost: cost file that infinipipe profile has written for this model and these stages, in place of that estimate
@@ -60,13 +53,6 @@ class PlanSettings:
         patience: seconds that a step waits for its plan before a quick one takes its place; 0 waits as long as it takes, so that equal runs have equal plans
     """
 
-    planner: str = "elastic"
-    schedule: str = "auto"
-    max_slices: int = 32
-    num_slices: int = 0
-    token_capacity: int = 0
-    memory_budget: float = 0.0
-    recompute: Literal["auto", "none", "all"] | int = "auto"
     flops_per_second: float = 5e10
     chunk_seconds: float = 0.02
     cost: str = ""
@@ -75,24 +61,13 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         try:
-            get_planner(self.planner)
+            self.planner_settings()
         except PlanError as error:
-            raise SettingError(f"plan.planner: {error}") from None
-        try:
-            if self.schedule != "auto":
-                get_schedule(self.schedule)
-        except PlanError as error:
-            raise SettingError(f"plan.schedule: {error}") from None
-        require_range("plan.max_slices", self.max_slices, at_least=1)
-        require_range("plan.num_slices", self.num_slices, at_least=0)
-        require_range("plan.token_capacity", self.token_capacity, at_least=0)
-        require_range("plan.memory_budget", self.memory_budget, at_least=0)
+            raise SettingError(f"plan.{error}") from None
         require_above("plan.flops_per_second", self.flops_per_second, 0)
         require_range("plan.chunk_seconds", self.chunk_seconds, at_least=0)
         require_range("plan.ahead", self.ahead, at_least=0)
         require_range("plan.patience", self.patience, at_least=0)
-        if not isinstance(self.recompute, str):
-            require_range("plan.recompute", self.recompute, at_least=0)
 
 
 @dataclass(frozen=True)
