@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import AnalyticCost, CostError, Holding, ModelShape, balanced_stages, flop_cost, state_bytes
+from infinipipe.cost import (
+    AnalyticCost,
+    CostError,
+    Holding,
+    ModelShape,
+    balanced_stages,
+    flop_cost,
+    optimizer_moments,
+    state_bytes,
+)
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.policies import with_policies
 from infinipipe.plan import Plan
@@ -20,13 +29,14 @@ from infinipipe.train.settings import ParallelSettings, Settings
 
 def holding_of(settings: Settings) -> Holding:
     """How the processes of a stage hold its states."""
-    parallel = settings.parallel
+    parallel, optimizer = settings.parallel, settings.optimizer
     return Holding(
         element_bytes=getattr(torch, settings.model.dtype).itemsize,
         sequence_parallel=parallel.sequence_parallel,
         replicas=parallel.replicas,
         gather_policy=parallel.gather_policy,
         gradient_policy=parallel.gradient_policy,
+        moments=len(optimizer_moments(optimizer.name, optimizer.momentum)),
     )
 
 

@@ -10,6 +10,7 @@ from infinipipe.data.settings import DataSettings, TokenizerSettings
 from infinipipe.plan import Placement, PlanError, placement_named
 from infinipipe.planner import PlannerChoices
 from infinipipe.settings import SettingError, require_above, require_range
+from infinipipe.train.optimizer_settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -154,39 +155,6 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW with linear warm-up and cosine decay; vectors such as norm weights are not decayed.
-
-    Attributes:
-        learning_rate: the highest
-        final_share: the last step's learning rate as a share of the highest
-        warmup_steps: steps in which it rises from 0
-        betas: decay of the two moments
-        epsilon: added to the root of the second moment
-        weight_decay: of matrices, decoupled
-        max_norm: global gradient norm above which gradients are scaled down; 0 never does
-    """
-
-    learning_rate: float = 1e-3
-    final_share: float = 0.1
-    warmup_steps: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_above("optimizer.learning_rate", self.learning_rate, 0)
-        require_range("optimizer.final_share", self.final_share, at_least=0, at_most=1)
-        require_range("optimizer.warmup_steps", self.warmup_steps, at_least=0)
-        for beta in self.betas:
-            require_range("optimizer.betas", beta, at_least=0, at_most=0.999999)
-        require_above("optimizer.epsilon", self.epsilon, 0)
-        require_range("optimizer.weight_decay", self.weight_decay, at_least=0)
-        require_range("optimizer.max_norm", self.max_norm, at_least=0)
-
-
-@dataclass(frozen=True)
 class TrainSettings:
     """The training loop.
 
@@ -255,7 +223,7 @@ class Settings:
         data: the documents and the global batches
         plan: how each step is cut, packed, scheduled and recomputed
         parallel: processes
-        optimizer: AdamW and its schedule
+        optimizer: the optimizer, its schedule and its parameter groups
         train: the loop
     """
 

@@ -37,7 +37,7 @@ from infinipipe.train.leader import Leader
 from infinipipe.train.loader import PlannedBatch, TrainingBatch, lengths_of
 from infinipipe.train.metrics import Evaluation, PlanSummary, StepRecord
 from infinipipe.train.model import open_checkpoint
-from infinipipe.train.optimizer import build_optimizer, learning_rate
+from infinipipe.train.optimizer import ParameterGroups, build_optimizer, set_learning_rate
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
 from infinipipe.train.timelines import StageEvents, write_timelines
@@ -104,7 +104,10 @@ class Trainer:
             shard=self.mesh.shard,
             announce=announce,
         )
-        self.optimizer = build_optimizer((p for _, p in self.parameters.named()), settings.optimizer)
+        self.groups = self._groups()
+        self.optimizer = build_optimizer(
+            ((self.stage.stored_name(name), p) for name, p in self.parameters.named()), settings.optimizer, self.groups
+        )
         self._meter = MemoryMeter()
 
     def _build(self) -> tuple[Stage, Parameters]:
@@ -128,6 +131,28 @@ class Trainer:
             stage, sharding, dtype=dtype, policy=parallel.gather_policy, gradients=parallel.gradient_policy
         )
 
+    def _groups(self) -> ParameterGroups:
+        """The groups of all stages' parameters."""
+        own = [self.stage.stored_name(name) for name, _ in self.parameters.named()]
+        embedding = self.stage.model.get_input_embeddings() if self.stage.has_embedding else None
+        embeddings = [name for name, p in self.stage.model.named_parameters() if embedding and p is embedding.weight]
+        gathered = self.job.gather_objects((own, embeddings))
+        names = {name for of_rank, _ in gathered for name in of_rank}
+        return self.job.on_first(
+            lambda: ParameterGroups(
+                self.settings.optimizer, names, {name for _, of_rank in gathered for name in of_rank}
+            )
+        )
+
+    def _clip(self) -> float:
+        """Scale gradients down as the settings ask; the norm of all before."""
+        names = {name: self.stage.stored_name(name) for name, _ in self.parameters.named()}
+        norms = [
+            clip_gradients(self.stage, self.parameters, self.mesh, most or math.inf, members)
+            for most, members in self.groups.clipped_together(names)
+        ]
+        return math.hypot(*norms)
+
     def step(self, number: int, leader: OnFirst[Leader]) -> tuple[StepRecord, TrainingBatch]:
         """One optimizer step, ``number`` counted from 1, on the leader's next batch; also that batch.
 
@@ -143,7 +168,7 @@ class Trainer:
             result = self._executor.step(plan.replicas[self.mesh.replica], batch, recorder=recorder)
         self._announce(f"{WAITING} for the gradients of step {number}")
         sync_shared_gradients(self.stage, self.parameters, self.mesh)
-        norm = clip_gradients(self.stage, self.parameters, self.mesh, self.settings.optimizer.max_norm or math.inf)
+        norm = self._clip()
         events = recorder.events() if recorder is not None else []
         peak = max([self._peak_bytes(), *(event.peak for event in events)])
         part = _Part(self.mesh.stage, result.loss_sum, peak, _sequences(result.not_finite))
@@ -197,9 +222,8 @@ class Trainer:
 
     def _update(self, number: int) -> float:
         """The optimizer's step; returns its learning rate."""
-        rate = learning_rate(number - 1, self.settings.train.steps, self.settings.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        settings = self.settings
+        rate = set_learning_rate(self.optimizer, number - 1, settings.train.steps, settings.optimizer)
         for _, parameter in self.parameters.named():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
