@@ -49,6 +49,7 @@ class StepPlanner:
     Attributes:
         cost: that model.
         settings: the planner's settings.
+        shape: of the model.
 
     Raises ``ValueError`` for settings that the planner refuses or that do not fit the model, and for a model whose shape it
     cannot read.
@@ -58,7 +59,7 @@ class StepPlanner:
         plan = settings.plan
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         known = footprint(config, dtype)
-        shape = known.shape
+        self.shape = shape = known.shape
         given = _given_layers(settings.parallel, shape)
         if plan.cost:
             cost = _measured_cost(settings, shape, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from infinipipe.cost import GatherPolicy, GradientPolicy
@@ -171,6 +172,9 @@ class TrainSettings:
         keep_checkpoints: how many of the newest are kept
         checkpoint_mode: async goes on training while a checkpoint is written, sync waits for it
         resume: auto goes on from the newest valid checkpoint in output, if there is one; never starts anew and sets earlier ones aside; else the path of a checkpoint
+        trackers: services that get the metrics too, besides metrics.jsonl and TensorBoard: wandb, mlflow, trackio; their packages must be installed
+        project: what the run belongs to there; its name is that of the folder output
+        peak_flops: floating-point operations that one device can do in a second, of which MFU is the share in use; if not given, the data sheet's for the GPUs that are known, and no MFU on others
         timeout: seconds without progress of any process after which the run ends
         timeline_steps: steps, counted from 1, whose measured and predicted timelines, with a page and a picture of both, go to the folder timelines in output
     """
@@ -187,6 +191,9 @@ class TrainSettings:
     keep_checkpoints: int = 2
     checkpoint_mode: Literal["async", "sync"] = "async"
     resume: str = "auto"
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = field(default_factory=list)
+    project: str = "infinipipe"
+    peak_flops: float | None = None
     timeout: float = 900.0
     timeline_steps: list[int] = field(default_factory=list)
 
@@ -202,6 +209,13 @@ class TrainSettings:
         require_range("train.checkpoint_every", self.checkpoint_every, at_least=0)
         require_range("train.keep_checkpoints", self.keep_checkpoints, at_least=1)
         require_above("train.timeout", self.timeout, 0)
+        if self.peak_flops is not None:
+            require_above("train.peak_flops", self.peak_flops, 0)
+        for package in self.trackers:
+            if find_spec(package) is None:
+                raise SettingError(
+                    f"train.trackers names {package}, which is not installed; run 'pip install {package}', or leave it out"
+                )
         for step in self.timeline_steps:
             require_range("train.timeline_steps", step, at_least=1)
         if not self.resume:

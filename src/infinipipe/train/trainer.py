@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from infinipipe.cost.model_flops import step_flops
 from infinipipe.model import Stage, build_stage
 from infinipipe.plan import Chunk, Plan
 from infinipipe.runtime import (
@@ -41,6 +42,7 @@ from infinipipe.train.optimizer import ParameterGroups, build_optimizer, set_lea
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
 from infinipipe.train.timelines import StageEvents, write_timelines
+from infinipipe.train.utilization import Busy, idle_share, peak_flops
 
 P = TypeVar("P", bound=PlannedBatch)
 
@@ -56,6 +58,7 @@ class _Part:
     stage: int
     loss_sum: float
     peak_bytes: int
+    busy: Busy
     not_finite: list[int]
 
 
@@ -109,6 +112,8 @@ class Trainer:
             ((self.stage.stored_name(name), p) for name, p in self.parameters.named()), settings.optimizer, self.groups
         )
         self._meter = MemoryMeter()
+        given = settings.train.peak_flops
+        self._peak_flops = given or peak_flops(job.device, getattr(torch, settings.model.dtype))
 
     def _build(self) -> tuple[Stage, Parameters]:
         settings, sharding = self.settings, self.mesh.sharding()
@@ -163,15 +168,17 @@ class Trainer:
         taken = self._share(leader, lambda leader: leader.next_batch(number))
         plan, batch = taken.plan, taken.batch
         self.parameters.zero_grad()
-        recorder = self._recorder() if number in self.settings.train.timeline_steps else None
+        drawn = number in self.settings.train.timeline_steps
+        recorder = self._recorder() if drawn else Recorder(self.job.device)
+        began = time.monotonic()
         with self._measured():
             result = self._executor.step(plan.replicas[self.mesh.replica], batch, recorder=recorder)
         self._announce(f"{WAITING} for the gradients of step {number}")
         sync_shared_gradients(self.stage, self.parameters, self.mesh)
         norm = self._clip()
-        events = recorder.events() if recorder is not None else []
+        events = recorder.events()
         peak = max([self._peak_bytes(), *(event.peak for event in events)])
-        part = _Part(self.mesh.stage, result.loss_sum, peak, _sequences(result.not_finite))
+        part = _Part(self.mesh.stage, result.loss_sum, peak, Busy.of(events, began), _sequences(result.not_finite))
         parts = self.job.gather_objects(part)
         loss = sum(part.loss_sum for part in parts) / batch.total_weight
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -179,8 +186,11 @@ class Trainer:
         self._announce(f"optimizer of step {number}")
         rate = self._update(number)
         seconds = time.perf_counter() - start
-        if recorder is not None:
+        if drawn:
             self._write_timelines(number, plan, events)
+        peaks = [
+            max(part.peak_bytes for part in parts if part.stage == stage) for stage in range(self.mesh.layout.stages)
+        ]
         record = StepRecord(
             step=number,
             loss=loss,
@@ -188,15 +198,20 @@ class Trainer:
             seconds=seconds,
             gradient_norm=norm,
             learning_rate=rate,
-            peak_bytes=[
-                max(part.peak_bytes for part in parts if part.stage == stage)
-                for stage in range(self.mesh.layout.stages)
-            ],
+            peak_bytes=peaks,
+            memory_bytes=[peak + self.planner.cost.state_bytes(stage) for stage, peak in enumerate(peaks)],
+            memory_budget=self.planner.settings.memory_budget,
+            flops_per_second=step_flops(self.planner.shape, plan.lengths) / seconds / self.job.world_size,
+            peak_flops=self._peak_flops,
+            idle=idle_share(part.busy for part in parts),
+            predicted_seconds=max(plan.metadata["predicted_seconds"]),
+            predicted=plan.metadata["predicted_shares"],
             plan=PlanSummary.of(plan),
             plan_hash=plan.hash,
             planning_seconds=taken.planning_seconds,
             plan_wait_seconds=taken.waited_seconds,
             plan_late=taken.late,
+            data_wait_seconds=taken.data_seconds,
             sources=taken.sources,
         )
         return record, taken
