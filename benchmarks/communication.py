@@ -27,8 +27,6 @@ from infinipipe.plan import Plan, ReplicaPlan, Send
 from infinipipe.runtime import Batch, Executor, Layout, Mesh, sync_shared_gradients
 from infinipipe.runtime.gradients import gradient_norm
 from infinipipe.runtime.pool import WorkerPool, get_mesh
-from infinipipe.train.optimizer import build_optimizer
-from infinipipe.train.settings import OptimizerSettings
 from infinipipe.verify.distributed import make_parameters
 from infinipipe.verify.families import FAMILIES
 from infinipipe.verify.plans import random_plan
@@ -120,7 +118,7 @@ def measure(rank: int, plan: Plan, layout: Layout, changes: dict[str, Any]) -> d
     tied = 0 if stage.shared is None else stage.model.get_parameter(stage.shared.name).numel()
     parameters = make_parameters(stage, mesh, torch.float32, "keep", "whole")
     executor = Executor(stage, mesh.transport(), parameters, shard=mesh.shard)
-    optimizer = build_optimizer((p for _, p in parameters.named()), OptimizerSettings())
+    optimizer = torch.optim.AdamW(p for _, p in parameters.named())
     generator = torch.Generator().manual_seed(0)
     batch = Batch.from_tokens([torch.randint(0, 500, (n,), generator=generator) for n in plan.lengths])
     replica = plan.replicas[mesh.replica]

@@ -46,9 +46,8 @@ from infinipipe.profile import Setup, formula
 from infinipipe.runtime import Batch, Executor, Layout
 from infinipipe.runtime.footprint import footprint
 from infinipipe.runtime.pool import WorkerPool, get_mesh
-from infinipipe.train.optimizer import build_optimizer
 from infinipipe.train.planning import StepPlanner
-from infinipipe.train.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings
+from infinipipe.train.settings import ModelSettings, ParallelSettings, Settings
 from infinipipe.verify.distributed import make_parameters
 
 Dtype = Literal["float32", "bfloat16"]
@@ -194,7 +193,7 @@ def held(
         stage = build_stage(config, layers, mesh.parts)
         parameters = make_parameters(stage, mesh, getattr(torch, dtype), policy, gradients)
         executor = Executor(stage, mesh.transport(), parameters, loss_block_tokens=1, shard=mesh.shard)
-        optimizer = build_optimizer((p for _, p in parameters.named()), OptimizerSettings())
+        optimizer = torch.optim.AdamW(p for _, p in parameters.named())
         plan = plan_of(layers, layout)
         batch = Batch.from_tokens([torch.tensor([1])] * len(plan.lengths))
         for _ in range(2):

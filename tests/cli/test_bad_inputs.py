@@ -141,6 +141,10 @@ OPTIONS = [
     ("--data.dataset=x", "data.files and data.dataset are both given"),
     ("--data.sources.a.weight=2", "data.files and data.sources are both given"),
     ("--tokenizer.path=nowhere.json", "there is no folder 'nowhere.json'"),
+    (
+        "--tokenizer.path=nowhere/tok",
+        "there is no folder 'nowhere/tok', and the hub, which was asked, gives no tokenizer",
+    ),
     ("--data.cache=CONFIG", "cannot write the folder"),
     ("--data.shufle_window=2", "there is no setting data.shufle_window"),
 ]
@@ -207,3 +211,11 @@ def test_templates(
 def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, pattern: str) -> None:
     refused(tmp_path, "a.txt", b"some words", option)
     require_sentence(capsys, pattern)
+
+
+def test_a_tokenizer_that_is_no_folder_is_named_without_asking_the_hub_if_that_is_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(tmp_path, "a.txt", b"some words", "--tokenizer.path=nowhere/tok")
+    require_sentence(capsys, "there is no folder 'nowhere/tok', and the hub was not asked .* HF_HUB_OFFLINE is set")

@@ -29,10 +29,19 @@ parallel: {stages: 2}
 """
 
 
-@pytest.fixture(params=["toml", "yaml"])
+JSON = """{
+\t"model": {"config": {"model_type": "llama", "hidden_size": 64}},
+\t"data": {"files": ["a.txt"], "sequences_per_step": 3},
+\t"parallel": {"stages": 2}
+}
+"""
+FORMS = {"toml": TOML, "yaml": YAML, "json": JSON}
+
+
+@pytest.fixture(params=FORMS)
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / f"config.{request.param}"
-    path.write_text(TOML if request.param == "toml" else YAML)
+    path.write_text(FORMS[request.param])
     return path
 
 
@@ -101,9 +110,10 @@ def test_sources_are_tables_by_name_and_what_they_leave_out_is_that_of_all(sever
     ("override", "message"),
     [
         (["--data.sources.code.nonsense", "5"], "data.sources: in one of them, there is no setting nonsense"),
+        (["--data.sources.code.weigt", "5"], "in one of them, there is no setting weigt; the nearest is weight"),
         (
             ["--data.sources.code.loss_on", "none"],
-            "data.sources: in one of them, loss_on: Expected one of Literal['assistant', 'last', 'all']. Got value: none",
+            "data.sources: in one of them, loss_on: Expected one of 'assistant', 'last', 'all'. Got value: none",
         ),
         (["--data.files", '["x"]'], "data.files and data.sources are both given; put all of them under data.sources"),
         (["--data.sources.more.files", '["x"]'], "data.sources.more has no weight, but others have"),
@@ -127,14 +137,19 @@ def test_kept_settings_read_back_equal(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (["--plan.max_slicez", "3"], "there is no setting plan.max_slicez"),
+        (["--plan.max_slicez", "3"], "there is no setting plan.max_slicez; the nearest is plan.max_slices"),
+        (["--plam.max_slices=3"], "there is no setting plam.max_slices; the nearest is plan.max_slices"),
+        (["--plan.stages", "3"], "there is no setting plan.stages; the nearest is parallel.stages"),
+        (["--optimzer", "3"], "there is no setting optimzer; the nearest is optimizer"),
         (["--plan.max_slices", "many"], "plan.max_slices: Expected a int. Got value: many"),
         (["--plan.recompute", "some"], "plan.recompute: Expected one of"),
         (["--model.dtype", "float8"], "model.dtype: Expected"),
         (["--plan.planner", "elastik"], "plan.planner: there is no planner 'elastik'; use one of chunkflow, elastic,"),
         (["--plan.planner", "absent.py:plan"], "plan.planner: cannot load the planner file 'absent.py'"),
         (["--plan.schedule", "2f2b"], "plan.schedule: there is no schedule '2f2b'"),
-        (["--plan.max_slices", "0"], "plan.max_slices must be at least 1, not 0"),
+        (["--plan.max_slices", "0"], "plan.max_slices is 0; it must be at least 1"),
+        (["--plan.token_capacity", "0"], "plan.token_capacity is 0; it must be at least 1; leave it out for no limit"),
+        (["--plan.memory_budget", "-1"], "plan.memory_budget is -1 GiB; it must be above 0"),
         (["--data.held_out", "0.9"], "data.held_out must be at most 0.5, not 0.9"),
         (["--data.held_out", "nan"], "data.held_out: Expected a float. Got value: nan"),
         (["--optimizer.learning_rate", "0"], "optimizer.learning_rate must be above 0, not 0"),
@@ -161,8 +176,15 @@ def test_mistakes_are_one_sentence(
         ("none.toml", None, "there is no configuration file"),
         ("a.toml", b"a = [", "the configuration file is malformed"),
         ("a.yaml", b"{a: [", "the configuration file is malformed"),
+        ("a.json", b'{"a": ', "the configuration file is malformed"),
         ("a.toml", b"\xff", "can't decode byte"),
-        ("a.toml", b"[plan]\nmax_slicez = 3\n", "there is no setting plan.max_slicez"),
+        ("a.txt", TOML.encode(), "how it is read: one of .toml, .yaml, .yml, .json; "),
+        ("a.TXT", TOML.encode(), "a.TXT' has none of them; rename it"),
+        ("a", YAML.encode(), "a' has no suffix; rename it"),
+        ("a.toml", b"[plan]\nmax_slicez = 3\n", "no setting plan.max_slicez; the nearest is plan.max_slices"),
+        ("a.yaml", b"plan: {max_slicez: 3}", "no setting plan.max_slicez; the nearest is plan.max_slices"),
+        ("a.json", b'{"plan": {"max_slicez": 3}}', "no setting plan.max_slicez; the nearest is plan.max_slices"),
+        ("a.toml", b"[optimzer]\nbetas = [0, 0]\n", "no setting optimzer.betas; the nearest is optimizer.betas"),
         ("a.toml", b'[data]\nfiles = ["x"]\n', "model needs a path, or a config with a model_type"),
         ("a.toml", b'[model.config]\nmodel_type = "llama"\n', "data.files is empty"),
     ],

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jsonargparse import ArgumentParser
 
+from infinipipe.cli.words import in_words
 from infinipipe.plan.loading import is_reference
 from infinipipe.settings import SettingError
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-GIB = 2**30
-MOST_GIB = 2**20
-"""The largest memory budget that an option takes."""
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def parse_options(kind: type[Options], command: str, description: str, arguments: Sequence[str]) -> Options:
@@ -28,7 +28,8 @@ def parse_options(kind: type[Options], command: str, description: str, arguments
     try:
         parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise SettingError(f"{_in_words(str(error))}; see 'infinipipe {command} --help'") from None
+        names = [field.name for field in dataclasses.fields(kind)]
+        raise SettingError(f"{in_words(str(error), names, options=True)}; see 'infinipipe {command} --help'") from None
     return kind(**parsed.as_dict())
 
 
@@ -49,14 +50,3 @@ def require_output(output: str | None, inputs: Iterable[str | Path | None] = ())
         raise SettingError(f"there is no folder {str(path.parent)!r} for output {output}; make it first")
     if not os.access(path.parent, os.W_OK):
         raise SettingError(f"the folder {str(path.parent)!r} of output {output} cannot be written to; name another")
-
-
-def _in_words(message: str) -> str:
-    """The parser's message as one sentence without Python's spellings."""
-    message = re.sub(r"<class '(\w+)'>", r"\1", " ".join(message.split())).replace("typing.", "")
-    message = re.sub(r'^Parser key "(\w+)":', r"--\1:", message)
-    match = re.fullmatch(r"(.*)Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)", message)
-    if match is not None:
-        kinds = " or ".join(kind for kind in re.split(r", (?![^\[]*\])", match[2]) if kind != "NoneType")
-        message = f"{match[1]}Expected a {kinds}. Got value: {match[3]}"
-    return re.sub(r"a Literal\[(.*?)\]", r"one of \1", message)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinipipe.cli.models import read_footprint
-from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_output
+from infinipipe.cli.options import parse_options, require_output
 from infinipipe.cost import (
     AnalyticCost,
     CostError,
@@ -33,7 +33,7 @@ from infinipipe.cost.network import Network
 from infinipipe.cost.presets import preset, preset_names, preset_network
 from infinipipe.plan import ChunkKind, Placement, Plan, PlanError, cut_sequences, num_splits, placement_named, save
 from infinipipe.plan.loading import is_reference
-from infinipipe.planner import PlannerSettings, plan_step, replica_peaks
+from infinipipe.planner import PlannerChoices, PlannerSettings, plan_step, replica_peaks
 from infinipipe.planner.compare import UNPIPED, Outcome, compare, ideal_seconds
 from infinipipe.planner.lengths import read_lengths
 from infinipipe.simulate import simulate_plan
@@ -47,7 +47,7 @@ FLOPS_PER_SECOND = 100e12
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(PlannerChoices):
     """What to plan.
 
     Attributes:
@@ -63,13 +63,6 @@ class PlanOptions:
         batch: sequences of a step, drawn with seed; all if not given.
         seed: of the draw.
         context: longest sequence; longer ones are clipped to it.
-        planner: name of the planner or path/to/file.py:function.
-        memory_budget: GiB of each device for everything; unlimited if not given.
-        token_capacity: most tokens of a chunk.
-        max_slices: most slices of the longest sequence.
-        num_slices: that number itself; searched if not given.
-        recompute: auto, none, all or a number of layers of every stage, which is all where a stage has fewer.
-        schedule: name of a schedule or path/to/file.py:function; auto is the planner's own choice.
         replicas: data-parallel replicas.
         time_limit: seconds after which the search returns its best plan so far.
         chunk_seconds: fixed cost of a chunk over all stages; if not given, the preset's, or for a Hugging Face configuration 0.02, as in training; not with a cost file, which has its own.
@@ -90,13 +83,6 @@ class PlanOptions:
     batch: int | None = None
     seed: int = 0
     context: int | None = None
-    planner: str = "elastic"
-    memory_budget: float | None = None
-    token_capacity: int | None = None
-    max_slices: int = 32
-    num_slices: int | None = None
-    recompute: Literal["auto", "none", "all"] | int = "auto"
-    schedule: str = "auto"
     replicas: int = 1
     time_limit: float | None = None
     chunk_seconds: float | None = None
@@ -116,8 +102,6 @@ class PlanOptions:
             raise PlanError(f"flops_per_second is {self.flops_per_second}; it must be at least 1")
         if self.seed < 0:
             raise PlanError(f"seed is {self.seed}; it must be at least 0")
-        if self.memory_budget is not None and not 0 < self.memory_budget <= MOST_GIB:
-            raise PlanError(f"memory_budget is {self.memory_budget} GiB; it must be above 0 and at most {MOST_GIB}")
         read = (self.lengths, Path(self.lengths) / "index.npz", self.model, Path(self.model) / "config.json")
         require_output(self.output, (*read, self.planner, self.schedule))
 
@@ -141,31 +125,17 @@ class PlanOptions:
             gradient_policy=self.gradient_policy or "whole",
         )
 
-    def planner_settings(self) -> PlannerSettings:
-        """The planner's part of the options."""
-        return PlannerSettings(
-            planner=self.planner,
-            memory_budget=None if self.memory_budget is None else int(self.memory_budget * GIB),
-            token_capacity=self.token_capacity,
-            max_slices=self.max_slices,
-            num_slices=self.num_slices,
-            recompute=self.recompute,
-            schedule=self.schedule,
-            replicas=self.replicas,
-            time_limit=self.time_limit,
-        )
-
 
 def run(arguments: Sequence[str]) -> int:
     """Plan a step, print the summary, write the plan."""
     options = parse_options(PlanOptions, "plan", "Plan one step over sequences of given lengths.", arguments)
+    settings = options.planner_settings(replicas=options.replicas, time_limit=options.time_limit)
     lengths = batch_lengths(options)
     cost = read_cost(options, lengths)
     if options.compare and not isinstance(cost, AnalyticCost):
         raise PlanError(
             f"compare sets planners beside the ideal step, which the cost model {options.model} does not know; omit --compare"
         )
-    settings = options.planner_settings()
     console = Console(highlight=False)
     console.print(devices_line(cost, settings))
     plan = plan_step(lengths, cost, settings)

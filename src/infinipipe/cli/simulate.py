@@ -9,13 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infinipipe.cli.options import GIB, MOST_GIB, parse_options, require_output
+from infinipipe.cli.options import parse_options, require_output
 from infinipipe.cost import AnalyticCost, CostModel
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.loading import load_model
 from infinipipe.cost.presets import preset
 from infinipipe.plan import Plan, load
 from infinipipe.plan.loading import is_reference
+from infinipipe.planner.settings import GIB, MOST_GIB
 from infinipipe.settings import SettingError, require_above, require_range
 from infinipipe.simulate import Simulation, simulate_plan
 from infinipipe.timeline import save

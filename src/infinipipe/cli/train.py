@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from infinipipe.cli.words import in_words, setting_names
 from infinipipe.settings import SettingError
 from infinipipe.train.environment import ProcessEnvironment, read_environment, set_rendezvous
 from infinipipe.train.errors import leave, run_reported
@@ -18,6 +18,9 @@ from infinipipe.train.interrupt import STOPPED
 from infinipipe.train.launch import launch
 from infinipipe.train.lock import OutputLock
 from infinipipe.train.settings import Settings
+
+MODES = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+"""How a configuration file is read, by its suffix."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -53,17 +56,28 @@ def _work(settings: Settings, text: str, process: ProcessEnvironment) -> int:
 
 
 def settings_parser(mode: str = "yaml") -> ArgumentParser:
-    """The parser of a configuration file in ``mode`` (``yaml`` or ``toml``) and of overrides."""
+    """The parser of a configuration file in ``mode`` (``yaml``, ``json`` or ``toml``) and of overrides."""
     parser = ArgumentParser(
         prog="infinipipe train",
         usage="infinipipe train CONFIG [--section.setting VALUE ...]",
-        description="Train as CONFIG, a TOML or YAML file, says. Every setting can be overridden on the command line.",
+        description="Train as CONFIG, a TOML, YAML or JSON file, says. Every setting can be overridden on the command line.",
         parser_mode=mode,
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help=argparse.SUPPRESS)
     parser.add_class_arguments(Settings)
     return parser
+
+
+def _mode_of(path: Path) -> str:
+    """How a configuration file is read."""
+    if path.suffix.lower() not in MODES:
+        suffixes = ", ".join(MODES)
+        raise SettingError(
+            f"the suffix of a configuration file decides how it is read: one of {suffixes}; {str(path)!r} has "
+            f"{'none of them' if path.suffix else 'no suffix'}; rename it"
+        )
+    return MODES[path.suffix.lower()]
 
 
 def read_settings(arguments: Sequence[str]) -> tuple[Settings, str]:
@@ -77,31 +91,12 @@ def read_settings(arguments: Sequence[str]) -> tuple[Settings, str]:
     path = Path(given[1]) if given[0] == "--config" else None
     if path is not None and not path.is_file():
         raise SettingError(f"there is no configuration file {str(path)!r}")
-    is_toml = path is not None and path.suffix.lower() == ".toml"
-    parser = settings_parser("toml" if is_toml else "yaml")
+    parser = settings_parser("yaml" if path is None else _mode_of(path))
     try:
         parsed = parser.parse_args(given)
         settings = parser.instantiate(parsed)
     except argparse.ArgumentError as error:
-        raise SettingError(_in_words(str(error))) from None
+        raise SettingError(in_words(str(error), list(setting_names(Settings)))) from None
     parsed.pop("config", None)
     fields = {name: settings[name] for name in Settings.__dataclass_fields__}
     return Settings(**fields), settings_parser("yaml").dump(parsed, skip_validation=True)
-
-
-def _in_words(message: str) -> str:
-    """The parser's message as one sentence without Python's spellings."""
-    message = " ".join(message.split())
-    message = re.sub(r"<class '(\w+)'>", r"\1", message).replace("typing.", "")
-    message = re.sub(
-        r"Does not validate against any of the Union subtypes Subtypes: \[(.*)\] Errors: .* Given value: (.*)",
-        r"Expected one of \1. Got value: \2",
-        message,
-    )
-    message = re.sub(r"Problem with given class_path '[\w.]+': (.*)", r"in one of them, \1", message)
-    message = re.sub(r"Option '([\w.]+)' is not accepted", r"there is no setting \1", message)
-    message = message.replace(", NoneType.", ".")
-    message = re.sub(r'Parser key "([\w.]+)":', r"\1:", message)
-    message = re.sub(r"Group '(\w+)' does not accept option '([\w.]+)'", r"there is no setting \1.\2", message)
-    message = re.sub(r"unrecognized arguments: --([\w.]+).*", r"there is no setting \1", message)
-    return message.replace("Problems parsing config:", "the configuration file is malformed:")

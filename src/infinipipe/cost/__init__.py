@@ -6,12 +6,14 @@ from infinipipe.cost.files import load_cost, save_cost
 from infinipipe.cost.flops import flop_cost, memory_use
 from infinipipe.cost.interface import CostModel
 from infinipipe.cost.memory import MemoryUse, WorkingSet
+from infinipipe.cost.optimizers import OPTIMIZERS, optimizer_moments
 from infinipipe.cost.presets import preset, preset_names
 from infinipipe.cost.shape import CostError, ModelShape, even_stages
 from infinipipe.cost.states import GatherPolicy, GradientPolicy, Holding, state_bytes
 from infinipipe.cost.table import CostTable, table_by_chunk
 
 __all__ = [
+    "OPTIMIZERS",
     "AnalyticCost",
     "CostError",
     "CostModel",
@@ -29,6 +31,7 @@ __all__ = [
     "flop_cost",
     "load_cost",
     "memory_use",
+    "optimizer_moments",
     "preset",
     "preset_names",
     "save_cost",

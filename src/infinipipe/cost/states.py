@@ -16,8 +16,6 @@ GradientPolicy = Literal["whole", "sharded"]
 """``whole``: gradients accumulate unsharded and are reduced once a step; ``sharded``: each is reduced as soon as a layer has added to
 it, and only shards accumulate."""
 FLOAT32_BYTES = 4
-MOMENTS = 2
-"""Optimizer states of AdamW for each parameter, as wide as the master weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +29,7 @@ class Holding:
         sequence_parallel: processes that share a stage, over which its states are sharded.
         replicas: data-parallel replicas, which hold the same.
         gather_policy, gradient_policy: where there are several processes.
+        moments: optimizer states of each parameter, see :func:`infinipipe.cost.optimizers.optimizer_moments`; AdamW has two.
     """
 
     element_bytes: int = 2
@@ -38,6 +37,7 @@ class Holding:
     replicas: int = 1
     gather_policy: GatherPolicy = "keep"
     gradient_policy: GradientPolicy = "whole"
+    moments: int = 2
 
     @property
     def is_sharded(self) -> bool:
@@ -56,9 +56,9 @@ class Holding:
         count, largest = sum(units), max(units, default=0)
         if not self.is_sharded:
             copy = self.element_bytes if self.element_bytes < wide else 0
-            return count * ((2 + MOMENTS) * wide + copy)
+            return count * ((2 + self.moments) * wide + copy)
         whole = self.gradient_policy == "whole" or self.sequence_parallel == 1
-        held = count * wide * (1 + MOMENTS) * share + count * wide * (1 if whole else share)
+        held = count * wide * (1 + self.moments) * share + count * wide * (1 if whole else share)
         arriving, there = (size * self.element_bytes for size in self._gathered(units))
         # What a unit's gradients are packed in, what the collective copies of it, and what comes out. Whole, they are packed when the
         # gathered weights are gone, and give way to it.

@@ -60,7 +60,7 @@ def load_tokenizer(path: str | Path, chat_template: str = "") -> PreTrainedToken
 
 def _from_folder_or_hub(path: str | Path) -> PreTrainedTokenizerBase:
     """What is there, or was downloaded before, is asked for first: the hub is retried for a minute where there is no network."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from transformers import AutoTokenizer
 
     name, problem = str(path), ""
@@ -70,13 +70,18 @@ def _from_folder_or_hub(path: str | Path) -> PreTrainedTokenizerBase:
         problem = str(error).strip().partition("\n")[0]
     if Path(path).exists():
         raise DataError(f"tokenizer.path: no tokenizer can be loaded from {name!r}: {problem}")
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(
+            f"tokenizer.path: there is no folder {name!r}, and the hub was not asked for a tokenizer of that name, because "
+            "HF_HUB_OFFLINE is set; name a folder, or unset it"
+        )
     try:
         HfApi().model_info(name, timeout=10)
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # whatever the hub's client and its network layer raise
         problem = str(error).strip().partition("\n")[0]
     raise DataError(
-        f"tokenizer.path: there is no folder {name!r}, and no tokenizer of that name can be had from the hub: {problem}"
+        f"tokenizer.path: there is no folder {name!r}, and the hub, which was asked, gives no tokenizer of that name: {problem}"
     )
 
 

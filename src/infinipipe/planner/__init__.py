@@ -6,7 +6,7 @@ from infinipipe.planner.registry import get_planner, planner_names, register_pla
 from infinipipe.planner.replicas import split_by_time
 from infinipipe.planner.search import Found, ReplicaSearch
 from infinipipe.planner.service import PlannerService, ServiceReport
-from infinipipe.planner.settings import PlannerSettings
+from infinipipe.planner.settings import PlannerChoices, PlannerSettings
 from infinipipe.planner.step import plan_replica, plan_step
 
 from infinipipe.planner import baselines, elastic, paper  # isort: skip  # register their planners
@@ -15,6 +15,7 @@ __all__ = [
     "BudgetError",
     "Chunking",
     "Found",
+    "PlannerChoices",
     "PlannerService",
     "PlannerSettings",
     "ReplicaSearch",

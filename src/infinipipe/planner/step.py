@@ -12,6 +12,7 @@ from infinipipe.cost import CostModel
 from infinipipe.plan import Plan, PlanError, ReplicaPlan, build_replica
 from infinipipe.planner.draft import fit_slice_time
 from infinipipe.planner.memory import BudgetError, check
+from infinipipe.planner.predict import predict_shares
 from infinipipe.planner.registry import get_planner
 from infinipipe.planner.replicas import split_by_time
 from infinipipe.planner.search import Found, Limits, ReplicaSearch
@@ -51,7 +52,8 @@ def plan_step(
     """Plan one optimizer step over sequences of ``lengths`` tokens.
 
     The plan is valid and within the memory budget. Its metadata holds the planner's name, and for every replica its predicted
-    seconds, the gap of its recompute to the solver's bound and, with a budget, the peak bytes of its stages. Replicas are planned
+    seconds, the gap of its recompute to the solver's bound and, with a budget, the peak bytes of its stages; and of the whole step the
+    shares of time that :func:`infinipipe.planner.predict.predict_shares` predicts. Replicas are planned
     one by one, or in several ``processes``. Raises ``PlanError`` for unusable input, ``BudgetError``, with the most that any
     replica needs, if one does not fit.
     """
@@ -91,6 +93,7 @@ def plan_step(
         "predicted_seconds": [seconds for _, seconds, _ in planned],
         "solver_gaps": [gap for _, _, gap in planned],
         "predicted_peak_bytes": peaks,
+        "predicted_shares": predict_shares(plan, cost),
         "planning_seconds": time.perf_counter() - began,
     }
     return Plan(plan.stage_layers, plan.lengths, plan.replicas, metadata)

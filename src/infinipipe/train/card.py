@@ -18,11 +18,10 @@ def model_card(
     """The card in Markdown, of a model of family ``kind`` after ``step`` steps of which ``records`` tell."""
     steps = [record for record in records if record["kind"] == "step"]
     evaluations = [record for record in records if record["kind"] == "evaluation"]
-    start = f"started from the weights of `{provenance.source}`" if provenance.source else "started from random weights"
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {kind}\n- infinipipe\n---",
         f"# A {kind} model trained with InfiniPipe",
-        f"Trained for {step} step{'s' * (step > 1)}, {start}; written in {provenance.dtype}.",
+        _origin(provenance, step),
         "## Data\n\n" + "\n".join(f"* {line}" for line in provenance.corpus),
     ]
     if steps:
@@ -30,6 +29,18 @@ def model_card(
         parts.append("## Plans\n\n" + _table(_plans(steps)))
     parts.append(f"## Settings\n\n```yaml\n{settings.strip()}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def is_model_of(folder: Path, provenance: Provenance, step: int) -> bool:
+    """Whether a folder has the model of that run after ``step`` steps, in the same dtype, by its card."""
+    path = folder / CARD
+    return path.is_file() and _origin(provenance, step) in path.read_text(errors="replace").splitlines()
+
+
+def _origin(provenance: Provenance, step: int) -> str:
+    """The line that says what the weights are."""
+    start = f"started from the weights of `{provenance.source}`" if provenance.source else "started from random weights"
+    return f"Trained for {step} step{'s' * (step > 1)}, {start}; written in {provenance.dtype}."
 
 
 def _training(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -24,9 +24,8 @@ from infinipipe.model import Stage
 from infinipipe.runtime import Mesh, Parameters
 from infinipipe.runtime.mesh import DIMENSIONS
 from infinipipe.train.job import Job
+from infinipipe.train.optimizer import state_names
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, file_sizes, read_manifest
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -70,6 +69,7 @@ class Checkpoints:
         self._stage = stage
         self._parameters = parameters
         self._optimizer = optimizer
+        self._kept = state_names(optimizer)
         self._copies = background
         self._devices = mesh.devices
         if mesh.sharding() is not None and job.device.type != "cpu":
@@ -140,10 +140,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Read the state of weights, optimizer and random numbers, whatever layout wrote it. Raises ``CheckpointError``."""
         for _, parameter in self._parameters.named():
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros(()),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-            }
+            self._optimizer.state[parameter] = self._kept.empty(parameter)
         state = self._state(with_copies=True)
         try:
             dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self._job.background)
@@ -151,7 +148,8 @@ class Checkpoints:
             raise CheckpointError(f"the checkpoint {path} cannot be read: {' '.join(str(error).split())}") from None
         step = self._job.on_first(lambda: read_manifest(path).step)
         for _, parameter in self._parameters.named():
-            self._optimizer.state[parameter]["step"].fill_(step)
+            if self._kept.counts:
+                self._optimizer.state[parameter]["step"].fill_(step)
         torch.set_rng_state(state["rng"])
         self._parameters.publish()
 
@@ -172,8 +170,8 @@ class Checkpoints:
 
     def _add(self, state: dict[str, Tensor], name: str, parameter: torch.nn.Parameter) -> None:
         state[f"model.{name}"] = parameter.detach()
-        for moment in MOMENTS:
-            state[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        for kept in (*self._kept.moments, *self._kept.numbers):
+            state[f"{kept}.{name}"] = self._optimizer.state[parameter][kept]
 
     def _snapshot(self, tensor: Tensor) -> Tensor:
         """The tensor on the CPU, a copy if training goes on."""

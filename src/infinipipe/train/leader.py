@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from infinipipe.train.assets import Provenance, keep_assets
 from infinipipe.train.console import Console
 from infinipipe.train.heartbeat import Announce
 from infinipipe.train.loader import DataLoader, TrainingBatch, make_batch, require_supervised
-from infinipipe.train.metrics import Evaluation, MetricsWriter, StepRecord
+from infinipipe.train.metrics import Evaluation, Pace, StepRecord
 from infinipipe.train.model import StartModel
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
+from infinipipe.train.trackers import MetricsWriter
 
 NAMED_AT_MOST = 8
 """Documents that a message lists."""
@@ -51,6 +54,7 @@ class Leader:
     ) -> None:
         self._corpus = corpus
         self._last_step = settings.train.last_step
+        self._pace = Pace(self._last_step)
         self._console, self._announce = console, announce
         output = Path(settings.train.output)
         output.mkdir(parents=True, exist_ok=True)
@@ -58,7 +62,16 @@ class Leader:
         keep_assets(output, corpus.tokenizer, settings.model.path)
         _provenance(corpus, model, settings).save(output)
         with ExitStack() as stack:
-            self._metrics = stack.enter_context(MetricsWriter(output, after_step=step))
+            self._metrics = stack.enter_context(
+                MetricsWriter(
+                    output,
+                    after_step=step,
+                    trackers=settings.train.trackers,
+                    project=settings.train.project,
+                    config=asdict(settings),
+                    say=console.say,
+                )
+            )
             self._loader = stack.enter_context(
                 DataLoader(corpus, settings, planner, position, rows=model.config.vocab_size)
             )
@@ -90,7 +103,7 @@ class Leader:
 
     def record_step(self, record: StepRecord) -> None:
         """Say and write what is known of a step."""
-        self._console.say(record.line(self._last_step))
+        self._console.say(record.line(self._last_step, self._pace.left(record, time.monotonic())))
         self._metrics.step(record)
 
     def record_evaluation(self, step: int, evaluation: Evaluation) -> None:

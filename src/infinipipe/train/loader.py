@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class TrainingBatch(PlannedBatch):
         planning_seconds: what planning took.
         waited_seconds: how long the step waited for the plan.
         late: whether a quick plan took the place of one that did not come in time.
+        data_seconds: how long the step waited for sequences to be drawn.
     """
 
     sources: dict[str, int]
@@ -75,6 +77,7 @@ class TrainingBatch(PlannedBatch):
     planning_seconds: float
     waited_seconds: float
     late: bool
+    data_seconds: float
 
 
 class DataLoader:
@@ -115,8 +118,10 @@ class DataLoader:
 
     def next(self) -> TrainingBatch:
         """The next batch, its plan proved valid. Raises ``PlanError`` and what else refuses a batch."""
+        began = time.perf_counter()
         while len(self._waiting) <= self._ahead:
             self._order()
+        drawing = time.perf_counter() - began
         number, sampled = self._waiting.popleft()
         require_supervised(sampled.batch)
         self.samples, sources = sampled.samples, tokens_by_source(sampled.samples)
@@ -124,7 +129,14 @@ class DataLoader:
             plan = self._planner.plan(lengths_of(sampled.batch))
             seconds = float(plan.metadata["planning_seconds"])
             return TrainingBatch(
-                sampled.batch, plan, sources, sampled.position, seconds, waited_seconds=seconds, late=False
+                sampled.batch,
+                plan,
+                sources,
+                sampled.position,
+                seconds,
+                waited_seconds=seconds,
+                late=False,
+                data_seconds=drawing,
             )
         late = self._service.report.late
         plan = self._service.take(number)
@@ -137,6 +149,7 @@ class DataLoader:
             float(plan.metadata["planning_seconds"]),
             waited_seconds=self._service.report.waited_seconds[-1],
             late=self._service.report.late > late,
+            data_seconds=drawing,
         )
 
     def _order(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from infinipipe.cost import typical_length
 from infinipipe.data import Corpus, Progress, open_corpus
 from infinipipe.model import model_fields
+from infinipipe.train.assets import Provenance
+from infinipipe.train.card import is_model_of
 from infinipipe.train.checkpoint import Checkpoints
 from infinipipe.train.console import Console
 from infinipipe.train.environment import ProcessEnvironment
@@ -25,7 +27,9 @@ from infinipipe.train.leader import Leader
 from infinipipe.train.loader import TrainingBatch
 from infinipipe.train.lock import OutputLock
 from infinipipe.train.model import StartModel, Vocabulary, open_model
-from infinipipe.train.settings import Settings
+from infinipipe.train.resume import changes_on_resume
+from infinipipe.train.schedule import schedule_remarks
+from infinipipe.train.settings import Settings, TrainSettings
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, read_manifest
 from infinipipe.train.trainer import Trainer
 from infinipipe.verify import self_check
@@ -108,6 +112,10 @@ class Run:
             background=settings.train.checkpoint_mode == "async",
         )
         self._console.say(trainer.describe())
+        for line in trainer.groups.describe():
+            self._console.say(line)
+        for line in schedule_remarks(settings.train.steps, settings.optimizer):
+            self._console.say(f"warning: {line}")
         start = self._resume(trainer, checkpoints)
         with ExitStack() as stack:
             stack.callback(checkpoints.close)
@@ -116,19 +124,36 @@ class Run:
             stopped = self._steps(trainer, checkpoints, start, leader)
         if stopped:
             return STOPPED
+        self._write_model(trainer, start)
+        return 0
+
+    def _write_model(self, trainer: Trainer, start: _Start) -> None:
+        """Write the model of the last step, unless the run is beyond that, or it is there."""
+        folder, last = self._output / "checkpoint", self._settings.train.last_step
+        if start.step > last:
+            self._console.say(
+                f"no model is written; 'infinipipe export {self._output} OUTPUT' writes that of a checkpoint"
+            )
+            return
+        if start.step == last and self._job.on_first(lambda: self._has_model(folder, last)):
+            self._console.say(f"the model after step {last} is in {folder} already")
+            return
         self._announce("writing the model")
         save_model(
-            self._output / "checkpoint",
-            job,
+            folder,
+            self._job,
             trainer.mesh,
             trainer.stage,
             trainer.parameters,
-            config,
-            step=max(start.step, settings.train.last_step),
+            trainer.config,
+            step=last,
             settings=self._text,
         )
-        self._console.say(f"wrote {self._output / 'checkpoint'}")
-        return 0
+        self._console.say(f"wrote {folder}")
+
+    def _has_model(self, folder: Path, step: int) -> bool:
+        provenance = Provenance.load(self._output)
+        return provenance is not None and is_model_of(folder, provenance, step)
 
     def _open_model(self, vocabulary: Vocabulary | None) -> StartModel:
         """What the run starts from, on all ranks; rank 0 says what there is to say of it."""
@@ -155,7 +180,7 @@ class Run:
         settings, say = self._settings.train, self._console.say
         last, every = settings.last_step, settings.checkpoint_every
         if start.step >= last:
-            say(f"all {last} steps are done; raise train.steps, or set train.resume to never to start anew")
+            say(_nothing_to_do(start.step, settings))
         for number in range(start.step + 1, last + 1):
             record, taken = trainer.step(number, leader)
             leader.tell(partial(Leader.record_step, record=record))
@@ -220,7 +245,10 @@ class Run:
             path = Path(resume)
             manifest = read_manifest(path)
         _check_model(path, model_fields(manifest.config), model_fields(trainer.config.to_dict()))
+        changes = changes_on_resume(path, manifest, self._settings)
         self._console.say(f"resuming after step {manifest.step} from {path}, written by {manifest.layout}")
+        for line in changes:
+            self._console.say(f"warning: {line}")
         return _Start(manifest.step, manifest.position, path)
 
     def _open_corpus(self) -> Corpus:
@@ -240,6 +268,19 @@ class Run:
             f"unigram entropy {corpus.unigram_entropy:.4f} nats per token"
         )
         return corpus
+
+
+def _nothing_to_do(step: int, settings: TrainSettings) -> str:
+    """Why a run that starts after ``step`` steps has none to do, and what would give it some."""
+    anew = "or set train.resume to never to start anew"
+    if step == settings.steps:
+        return f"all {step} steps are done; raise train.steps, {anew}"
+    if step > settings.steps:
+        return f"the run is at step {step}, beyond train.steps, which is {settings.steps}; raise it, {anew}"
+    return (
+        f"the run is at step {step} of {settings.steps}, and train.stop_after, counted from the first step of all, is "
+        f"{settings.stop_after}: there is nothing to do; raise it or leave it out, {anew}"
+    )
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

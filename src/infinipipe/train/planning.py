@@ -8,27 +8,35 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig
 
-from infinipipe.cost import AnalyticCost, CostError, Holding, ModelShape, balanced_stages, flop_cost, state_bytes
+from infinipipe.cost import (
+    AnalyticCost,
+    CostError,
+    Holding,
+    ModelShape,
+    balanced_stages,
+    flop_cost,
+    optimizer_moments,
+    state_bytes,
+)
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.policies import with_policies
 from infinipipe.plan import Plan
-from infinipipe.planner import PlannerSettings, plan_step
+from infinipipe.planner import plan_step
 from infinipipe.runtime.footprint import footprint
 from infinipipe.settings import SettingError
 from infinipipe.train.settings import ParallelSettings, Settings
 
-GIB = 2**30
-
 
 def holding_of(settings: Settings) -> Holding:
     """How the processes of a stage hold its states."""
-    parallel = settings.parallel
+    parallel, optimizer = settings.parallel, settings.optimizer
     return Holding(
         element_bytes=getattr(torch, settings.model.dtype).itemsize,
         sequence_parallel=parallel.sequence_parallel,
         replicas=parallel.replicas,
         gather_policy=parallel.gather_policy,
         gradient_policy=parallel.gradient_policy,
+        moments=len(optimizer_moments(optimizer.name, optimizer.momentum)),
     )
 
 
@@ -41,6 +49,7 @@ class StepPlanner:
     Attributes:
         cost: that model.
         settings: the planner's settings.
+        shape: of the model.
 
     Raises ``ValueError`` for settings that the planner refuses or that do not fit the model, and for a model whose shape it
     cannot read.
@@ -50,7 +59,7 @@ class StepPlanner:
         plan = settings.plan
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         known = footprint(config, dtype)
-        shape = known.shape
+        self.shape = shape = known.shape
         given = _given_layers(settings.parallel, shape)
         if plan.cost:
             cost = _measured_cost(settings, shape, given)
@@ -69,16 +78,7 @@ class StepPlanner:
         holding = holding_of(settings)
         states = state_bytes(shape, cost.stage_layers, cost.placement, holding)
         self.cost = dataclasses.replace(with_policies(cost, shape, holding), states=states)
-        self.settings = PlannerSettings(
-            planner=plan.planner,
-            memory_budget=round(plan.memory_budget * GIB) or None,
-            token_capacity=plan.token_capacity or None,
-            max_slices=plan.max_slices,
-            num_slices=plan.num_slices or None,
-            recompute=plan.recompute,
-            schedule=plan.schedule,
-            replicas=settings.parallel.replicas,
-        )
+        self.settings = plan.planner_settings(replicas=settings.parallel.replicas)
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """The plan of a step over sequences of ``lengths`` tokens, proved valid. Raises ``PlanError``."""

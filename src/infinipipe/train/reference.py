@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -14,27 +16,27 @@ from infinipipe.train.model import Vocabulary, open_checkpoint, open_model
 from infinipipe.train.settings import Settings
 from infinipipe.verify.reference import plain_model, reference_step
 
+Clip = Callable[[], object]
+"""Clips the gradients of a model."""
 
-def plain_losses(settings: Settings, num_steps: int, model: PreTrainedModel | None = None) -> list[float]:
+
+def plain_losses(
+    settings: Settings,
+    num_steps: int,
+    model: PreTrainedModel | None = None,
+    optimizers: Callable[[PreTrainedModel], tuple[torch.optim.Optimizer, Clip]] | None = None,
+) -> list[float]:
     """Losses of the first ``num_steps`` steps on the same global batches, sequence by sequence, without any pipeline.
 
     Starts from the run's weights, or from ``model``, which is trained in place. Optimizer, schedule and clipping are torch's
-    own.
+    own: AdamW with a cosine, and clipping of the norm of all gradients, unless ``optimizers`` makes others.
     """
     torch.set_num_threads(settings.parallel.threads)
     corpus = open_corpus(settings.data, settings.tokenizer)
     batches = corpus.batches(settings.data, settings.train.seed)
-    model = model or _model(settings, corpus)
+    model = model or start_model(settings, corpus)
+    optimizer, clip = (optimizers or partial(_adamw, settings))(model)
     chosen = settings.optimizer
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": chosen.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=chosen.learning_rate,
-        betas=chosen.betas,
-        eps=chosen.epsilon,
-    )
     warmup, rest = chosen.warmup_steps, max(settings.train.steps - chosen.warmup_steps, 1)
 
     def share(step: int) -> float:
@@ -47,16 +49,33 @@ def plain_losses(settings: Settings, num_steps: int, model: PreTrainedModel | No
     for _ in range(num_steps):
         loss, _ = reference_step(model, sampled_batch(batches).batch)
         losses.append(loss)
-        if chosen.max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_norm)
+        clip()
         optimizer.step()
         schedule.step()
     batches.close()
     return losses
 
 
-def _model(settings: Settings, corpus: Corpus) -> PreTrainedModel:
+def _adamw(settings: Settings, model: PreTrainedModel) -> tuple[torch.optim.Optimizer, Clip]:
+    chosen = settings.optimizer
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": chosen.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=chosen.learning_rate,
+        betas=chosen.betas,
+        eps=chosen.epsilon,
+    )
+    most = chosen.max_norm or math.inf
+    return optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+def start_model(settings: Settings, corpus: Corpus, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The plain model with the weights that a run starts from."""
     config = open_model(settings, Vocabulary.of(corpus.tokenizer)).config
     checkpoint = open_checkpoint(settings.model, config) if settings.model.weights == "load" else None
-    whole = build_stage(config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=checkpoint)
-    return plain_model(config, whole.model.state_dict(), torch.float32)
+    whole = build_stage(
+        config, (config.num_hidden_layers,), 0, seed=settings.train.seed, checkpoint=checkpoint, dtype=dtype
+    )
+    return plain_model(config, whole.model.state_dict(), dtype)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from infinipipe.cost import GatherPolicy, GradientPolicy
 from infinipipe.data.settings import DataSettings, TokenizerSettings
-from infinipipe.plan import Placement, PlanError, get_schedule, placement_named
-from infinipipe.planner import get_planner
+from infinipipe.plan import Placement, PlanError, placement_named
+from infinipipe.planner import PlannerChoices
 from infinipipe.settings import SettingError, require_above, require_range
+from infinipipe.train.optimizer_settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,11 @@ class ModelSettings:
             )
 
 
-@dataclass(frozen=True)
-class PlanSettings:
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(PlannerChoices):
     """How each step is cut into chunks, scheduled and recomputed.
 
     Attributes:
-        planner: the planner's name, or path/to/file.py:function
-        schedule: order of forwards and backwards: auto leaves it to the planner; 1f1b, gpipe, tapered, lookahead, interleaved, zero-bubble, or path/to/file.py:function
-        max_slices: most slices into which the longest sequence of a step may be cut
-        num_slices: that number itself (K); 0 searches for the fastest up to max_slices
-        token_capacity: most tokens of a chunk; 0 is without limit
-        memory_budget: GiB of each device for weights, gradients, optimizer states and activations; 0 is without limit
-        recompute: layers of every stage that are computed again in backward: none, all, a number, which is all where a stage has fewer, or auto, which takes what the budget asks for
         flops_per_second: what one device reaches, for the planner's estimate of time
         chunk_seconds: fixed time of a chunk over all stages, for the same; the larger, the fewer chunks
         cost: cost file that infinipipe profile has written for this model and these stages, in place of that estimate
@@ -60,13 +55,6 @@ class PlanSettings:
         patience: seconds that a step waits for its plan before a quick one takes its place; 0 waits as long as it takes, so that equal runs have equal plans
     """
 
-    planner: str = "elastic"
-    schedule: str = "auto"
-    max_slices: int = 32
-    num_slices: int = 0
-    token_capacity: int = 0
-    memory_budget: float = 0.0
-    recompute: Literal["auto", "none", "all"] | int = "auto"
     flops_per_second: float = 5e10
     chunk_seconds: float = 0.02
     cost: str = ""
@@ -75,24 +63,13 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         try:
-            get_planner(self.planner)
+            self.planner_settings()
         except PlanError as error:
-            raise SettingError(f"plan.planner: {error}") from None
-        try:
-            if self.schedule != "auto":
-                get_schedule(self.schedule)
-        except PlanError as error:
-            raise SettingError(f"plan.schedule: {error}") from None
-        require_range("plan.max_slices", self.max_slices, at_least=1)
-        require_range("plan.num_slices", self.num_slices, at_least=0)
-        require_range("plan.token_capacity", self.token_capacity, at_least=0)
-        require_range("plan.memory_budget", self.memory_budget, at_least=0)
+            raise SettingError(f"plan.{error}") from None
         require_above("plan.flops_per_second", self.flops_per_second, 0)
         require_range("plan.chunk_seconds", self.chunk_seconds, at_least=0)
         require_range("plan.ahead", self.ahead, at_least=0)
         require_range("plan.patience", self.patience, at_least=0)
-        if not isinstance(self.recompute, str):
-            require_range("plan.recompute", self.recompute, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -179,39 +156,6 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW with linear warm-up and cosine decay; vectors such as norm weights are not decayed.
-
-    Attributes:
-        learning_rate: the highest
-        final_share: the last step's learning rate as a share of the highest
-        warmup_steps: steps in which it rises from 0
-        betas: decay of the two moments
-        epsilon: added to the root of the second moment
-        weight_decay: of matrices, decoupled
-        max_norm: global gradient norm above which gradients are scaled down; 0 never does
-    """
-
-    learning_rate: float = 1e-3
-    final_share: float = 0.1
-    warmup_steps: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_above("optimizer.learning_rate", self.learning_rate, 0)
-        require_range("optimizer.final_share", self.final_share, at_least=0, at_most=1)
-        require_range("optimizer.warmup_steps", self.warmup_steps, at_least=0)
-        for beta in self.betas:
-            require_range("optimizer.betas", beta, at_least=0, at_most=0.999999)
-        require_above("optimizer.epsilon", self.epsilon, 0)
-        require_range("optimizer.weight_decay", self.weight_decay, at_least=0)
-        require_range("optimizer.max_norm", self.max_norm, at_least=0)
-
-
-@dataclass(frozen=True)
 class TrainSettings:
     """The training loop.
 
@@ -228,6 +172,9 @@ class TrainSettings:
         keep_checkpoints: how many of the newest are kept
         checkpoint_mode: async goes on training while a checkpoint is written, sync waits for it
         resume: auto goes on from the newest valid checkpoint in output, if there is one; never starts anew and sets earlier ones aside; else the path of a checkpoint
+        trackers: services that get the metrics too, besides metrics.jsonl and TensorBoard: wandb, mlflow, trackio; their packages must be installed
+        project: what the run belongs to there; its name is that of the folder output
+        peak_flops: floating-point operations that one device can do in a second, of which MFU is the share in use; if not given, the data sheet's for the GPUs that are known, and no MFU on others
         timeout: seconds without progress of any process after which the run ends
         timeline_steps: steps, counted from 1, whose measured and predicted timelines, with a page and a picture of both, go to the folder timelines in output
     """
@@ -244,6 +191,9 @@ class TrainSettings:
     keep_checkpoints: int = 2
     checkpoint_mode: Literal["async", "sync"] = "async"
     resume: str = "auto"
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = field(default_factory=list)
+    project: str = "infinipipe"
+    peak_flops: float | None = None
     timeout: float = 900.0
     timeline_steps: list[int] = field(default_factory=list)
 
@@ -259,6 +209,13 @@ class TrainSettings:
         require_range("train.checkpoint_every", self.checkpoint_every, at_least=0)
         require_range("train.keep_checkpoints", self.keep_checkpoints, at_least=1)
         require_above("train.timeout", self.timeout, 0)
+        if self.peak_flops is not None:
+            require_above("train.peak_flops", self.peak_flops, 0)
+        for package in self.trackers:
+            if find_spec(package) is None:
+                raise SettingError(
+                    f"train.trackers names {package}, which is not installed; run 'pip install {package}', or leave it out"
+                )
         for step in self.timeline_steps:
             require_range("train.timeline_steps", step, at_least=1)
         if not self.resume:
@@ -280,7 +237,7 @@ class Settings:
         data: the documents and the global batches
         plan: how each step is cut, packed, scheduled and recomputed
         parallel: processes
-        optimizer: AdamW and its schedule
+        optimizer: the optimizer, its schedule and its parameter groups
         train: the loop
     """
 

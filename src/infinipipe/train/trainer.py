@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from infinipipe.cost.model_flops import step_flops
 from infinipipe.model import Stage, build_stage
 from infinipipe.plan import Chunk, Plan
 from infinipipe.runtime import (
@@ -37,10 +38,11 @@ from infinipipe.train.leader import Leader
 from infinipipe.train.loader import PlannedBatch, TrainingBatch, lengths_of
 from infinipipe.train.metrics import Evaluation, PlanSummary, StepRecord
 from infinipipe.train.model import open_checkpoint
-from infinipipe.train.optimizer import build_optimizer, learning_rate
+from infinipipe.train.optimizer import ParameterGroups, build_optimizer, set_learning_rate
 from infinipipe.train.planning import StepPlanner
 from infinipipe.train.settings import Settings
 from infinipipe.train.timelines import StageEvents, write_timelines
+from infinipipe.train.utilization import Busy, idle_share, peak_flops
 
 P = TypeVar("P", bound=PlannedBatch)
 
@@ -56,6 +58,7 @@ class _Part:
     stage: int
     loss_sum: float
     peak_bytes: int
+    busy: Busy
     not_finite: list[int]
 
 
@@ -104,8 +107,13 @@ class Trainer:
             shard=self.mesh.shard,
             announce=announce,
         )
-        self.optimizer = build_optimizer((p for _, p in self.parameters.named()), settings.optimizer)
+        self.groups = self._groups()
+        self.optimizer = build_optimizer(
+            ((self.stage.stored_name(name), p) for name, p in self.parameters.named()), settings.optimizer, self.groups
+        )
         self._meter = MemoryMeter()
+        given = settings.train.peak_flops
+        self._peak_flops = given or peak_flops(job.device, getattr(torch, settings.model.dtype))
 
     def _build(self) -> tuple[Stage, Parameters]:
         settings, sharding = self.settings, self.mesh.sharding()
@@ -128,6 +136,28 @@ class Trainer:
             stage, sharding, dtype=dtype, policy=parallel.gather_policy, gradients=parallel.gradient_policy
         )
 
+    def _groups(self) -> ParameterGroups:
+        """The groups of all stages' parameters."""
+        own = [self.stage.stored_name(name) for name, _ in self.parameters.named()]
+        embedding = self.stage.model.get_input_embeddings() if self.stage.has_embedding else None
+        embeddings = [name for name, p in self.stage.model.named_parameters() if embedding and p is embedding.weight]
+        gathered = self.job.gather_objects((own, embeddings))
+        names = {name for of_rank, _ in gathered for name in of_rank}
+        return self.job.on_first(
+            lambda: ParameterGroups(
+                self.settings.optimizer, names, {name for _, of_rank in gathered for name in of_rank}
+            )
+        )
+
+    def _clip(self) -> float:
+        """Scale gradients down as the settings ask; the norm of all before."""
+        names = {name: self.stage.stored_name(name) for name, _ in self.parameters.named()}
+        norms = [
+            clip_gradients(self.stage, self.parameters, self.mesh, most or math.inf, members)
+            for most, members in self.groups.clipped_together(names)
+        ]
+        return math.hypot(*norms)
+
     def step(self, number: int, leader: OnFirst[Leader]) -> tuple[StepRecord, TrainingBatch]:
         """One optimizer step, ``number`` counted from 1, on the leader's next batch; also that batch.
 
@@ -138,15 +168,17 @@ class Trainer:
         taken = self._share(leader, lambda leader: leader.next_batch(number))
         plan, batch = taken.plan, taken.batch
         self.parameters.zero_grad()
-        recorder = self._recorder() if number in self.settings.train.timeline_steps else None
+        drawn = number in self.settings.train.timeline_steps
+        recorder = self._recorder() if drawn else Recorder(self.job.device)
+        began = time.monotonic()
         with self._measured():
             result = self._executor.step(plan.replicas[self.mesh.replica], batch, recorder=recorder)
         self._announce(f"{WAITING} for the gradients of step {number}")
         sync_shared_gradients(self.stage, self.parameters, self.mesh)
-        norm = clip_gradients(self.stage, self.parameters, self.mesh, self.settings.optimizer.max_norm or math.inf)
-        events = recorder.events() if recorder is not None else []
+        norm = self._clip()
+        events = recorder.events()
         peak = max([self._peak_bytes(), *(event.peak for event in events)])
-        part = _Part(self.mesh.stage, result.loss_sum, peak, _sequences(result.not_finite))
+        part = _Part(self.mesh.stage, result.loss_sum, peak, Busy.of(events, began), _sequences(result.not_finite))
         parts = self.job.gather_objects(part)
         loss = sum(part.loss_sum for part in parts) / batch.total_weight
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -154,8 +186,11 @@ class Trainer:
         self._announce(f"optimizer of step {number}")
         rate = self._update(number)
         seconds = time.perf_counter() - start
-        if recorder is not None:
+        if drawn:
             self._write_timelines(number, plan, events)
+        peaks = [
+            max(part.peak_bytes for part in parts if part.stage == stage) for stage in range(self.mesh.layout.stages)
+        ]
         record = StepRecord(
             step=number,
             loss=loss,
@@ -163,15 +198,20 @@ class Trainer:
             seconds=seconds,
             gradient_norm=norm,
             learning_rate=rate,
-            peak_bytes=[
-                max(part.peak_bytes for part in parts if part.stage == stage)
-                for stage in range(self.mesh.layout.stages)
-            ],
+            peak_bytes=peaks,
+            memory_bytes=[peak + self.planner.cost.state_bytes(stage) for stage, peak in enumerate(peaks)],
+            memory_budget=self.planner.settings.memory_budget,
+            flops_per_second=step_flops(self.planner.shape, plan.lengths) / seconds / self.job.world_size,
+            peak_flops=self._peak_flops,
+            idle=idle_share(part.busy for part in parts),
+            predicted_seconds=max(plan.metadata["predicted_seconds"]),
+            predicted=plan.metadata["predicted_shares"],
             plan=PlanSummary.of(plan),
             plan_hash=plan.hash,
             planning_seconds=taken.planning_seconds,
             plan_wait_seconds=taken.waited_seconds,
             plan_late=taken.late,
+            data_wait_seconds=taken.data_seconds,
             sources=taken.sources,
         )
         return record, taken
@@ -197,9 +237,8 @@ class Trainer:
 
     def _update(self, number: int) -> float:
         """The optimizer's step; returns its learning rate."""
-        rate = learning_rate(number - 1, self.settings.train.steps, self.settings.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        settings = self.settings
+        rate = set_learning_rate(self.optimizer, number - 1, settings.train.steps, settings.optimizer)
         for _, parameter in self.parameters.named():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
