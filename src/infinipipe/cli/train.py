@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from infinipipe.settings import SettingError
 from infinipipe.train.environment import ProcessEnvironment, read_environment, set_rendezvous
 from infinipipe.train.errors import leave, run_reported
 from infinipipe.train.interrupt import STOPPED
-from infinipipe.train.launch import launch
+from infinipipe.train.launch import USERS_ERROR, launch
 from infinipipe.train.lock import OutputLock
 from infinipipe.train.settings import Settings
 
@@ -35,13 +36,23 @@ def run(arguments: Sequence[str]) -> int:
         return code if code in (0, STOPPED) else leave(code)
     command = [sys.executable, "-m", "infinipipe.cli.main", "train", *arguments]
     output, parallel = Path(settings.train.output), settings.parallel
+    is_new = not output.exists()
     lock = OutputLock(output)
     try:
-        return launch(
+        code = launch(
             command, parallel.num_processes, output / "logs", name=parallel.name_of, inherited=[lock.descriptor]
         )
+        if code == USERS_ERROR and is_new:
+            _leave_nothing(output)
+        return code
     finally:
         lock.release()
+
+
+def _leave_nothing(output: Path) -> None:
+    """Remove the folder of a run that was refused before it wrote anything but logs."""
+    if {path.name for path in output.iterdir()} <= {"lock", "logs"}:
+        shutil.rmtree(output)
 
 
 def _work(settings: Settings, text: str, process: ProcessEnvironment) -> int:

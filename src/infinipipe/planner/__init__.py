@@ -1,6 +1,7 @@
 """From lengths, a cost model and a memory budget to a plan. Imports no torch."""
 
 from infinipipe.planner.chunking import Chunking, SliceTime, balanced_chunking
+from infinipipe.planner.forwards import plan_forwards
 from infinipipe.planner.memory import BudgetError, check, replica_peaks
 from infinipipe.planner.registry import get_planner, planner_names, register_planner
 from infinipipe.planner.replicas import split_by_time
@@ -27,6 +28,7 @@ __all__ = [
     "elastic",
     "get_planner",
     "paper",
+    "plan_forwards",
     "plan_replica",
     "plan_step",
     "planner_names",

@@ -20,6 +20,8 @@ from infinipipe.train.errors import REPORTS, ErrorReport, read_report, report_pa
 from infinipipe.train.heartbeat import state_path
 from infinipipe.train.interrupt import STOPPED, StopRequest
 
+USERS_ERROR = 2
+"""Exit code of a run that the user's settings or files have ended."""
 GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.1
 
@@ -109,7 +111,7 @@ def launch(
     cause = root_cause(failures)
     message = cause.describe(name(cause.culprit), logs / f"rank{cause.culprit}.log")
     print(f"infinipipe: error: {message}", file=sys.stderr)
-    return 2 if cause.is_users else 1
+    return USERS_ERROR if cause.is_users else 1
 
 
 class _Interruption(StopRequest):

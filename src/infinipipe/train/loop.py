@@ -30,9 +30,9 @@ from infinipipe.train.model import StartModel, Vocabulary, open_model
 from infinipipe.train.resume import changes_on_resume
 from infinipipe.train.schedule import schedule_remarks
 from infinipipe.train.settings import Settings, TrainSettings
+from infinipipe.train.startup import check_start, check_worst
 from infinipipe.train.store import CheckpointError, CheckpointFolder, Manifest, read_manifest
 from infinipipe.train.trainer import Trainer
-from infinipipe.verify import self_check
 
 
 def train(settings: Settings, process: ProcessEnvironment, *, settings_text: str) -> int:
@@ -92,15 +92,18 @@ class Run:
     def execute(self) -> int:
         """Train, from a checkpoint if there is one to resume from, and export the model; returns the exit code."""
         job, settings = self._job, self._settings
-        # A model that is described by a file can be refused before a long reading of the corpus.
-        model = self._open_model(None) if settings.model.path else None
+        self._announce(f"{WAITING} for the settings to be checked")
+        model = job.on_first(lambda: check_start(settings))
         self._announce(f"{WAITING} for the corpus")
         corpus = OnFirst.make(job, self._open_corpus)
-        model = model or self._open_model(corpus.ask(lambda corpus: Vocabulary.of(corpus.tokenizer)))
+        if not settings.model.path:
+            vocabulary = corpus.ask(lambda corpus: Vocabulary.of(corpus.tokenizer))
+            model = job.on_first(lambda: open_model(settings, vocabulary))
+        for line in model.report:
+            self._console.say(line)
         config = model.config
         corpus.ask(lambda corpus: corpus.require_ids_below(config.vocab_size))
         length = corpus.ask(lambda corpus: typical_length(corpus.train.lengths))
-        job.on_first(lambda: self_check(config))
         trainer = Trainer(job, settings, config, length, self._announce)
         checkpoints = Checkpoints(
             self._folder,
@@ -116,6 +119,8 @@ class Run:
             self._console.say(line)
         for line in schedule_remarks(settings.train.steps, settings.optimizer):
             self._console.say(f"warning: {line}")
+        self._announce(f"{WAITING} for the worst batch to be planned")
+        self._console.say(corpus.ask(lambda corpus: check_worst(trainer.planner, corpus, settings.data)))
         start = self._resume(trainer, checkpoints)
         with ExitStack() as stack:
             stack.callback(checkpoints.close)
@@ -154,13 +159,6 @@ class Run:
     def _has_model(self, folder: Path, step: int) -> bool:
         provenance = Provenance.load(self._output)
         return provenance is not None and is_model_of(folder, provenance, step)
-
-    def _open_model(self, vocabulary: Vocabulary | None) -> StartModel:
-        """What the run starts from, on all ranks; rank 0 says what there is to say of it."""
-        model = self._job.on_first(lambda: open_model(self._settings, vocabulary))
-        for line in model.report:
-            self._console.say(line)
-        return model
 
     def _leader(self, corpus: Corpus, model: StartModel, trainer: Trainer, start: _Start) -> Leader:
         return Leader(

@@ -21,7 +21,7 @@ from infinipipe.cost import (
 from infinipipe.cost.files import load_cost
 from infinipipe.cost.policies import with_policies
 from infinipipe.plan import Plan
-from infinipipe.planner import plan_step
+from infinipipe.planner import plan_forwards, plan_step
 from infinipipe.runtime.footprint import footprint
 from infinipipe.settings import SettingError
 from infinipipe.train.settings import ParallelSettings, Settings
@@ -83,6 +83,12 @@ class StepPlanner:
     def plan(self, lengths: Sequence[int]) -> Plan:
         """The plan of a step over sequences of ``lengths`` tokens, proved valid. Raises ``PlanError``."""
         plan = plan_step(lengths, self.cost, self.settings)
+        plan.validate()
+        return plan
+
+    def plan_forwards(self, lengths: Sequence[int]) -> Plan:
+        """A plan for the forwards of ``lengths`` alone, proved valid. Raises ``PlanError``."""
+        plan = plan_forwards(lengths, self.cost, self.settings)
         plan.validate()
         return plan
 

@@ -280,7 +280,7 @@ class Trainer:
 
     def _plan_held_out(self, leader: Leader, chosen: list[int]) -> PlannedBatch:
         batch = leader.held_out_batch(chosen)
-        return PlannedBatch(batch, self.planner.plan(lengths_of(batch)))
+        return PlannedBatch(batch, self.planner.plan_forwards(lengths_of(batch)))
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
