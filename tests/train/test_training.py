@@ -168,9 +168,10 @@ def test_the_documented_command_trains_with_several_parts_on_each_stage(config: 
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The commands in the shell blocks of a document."""
+    """The commands in the shell blocks of a document that train by ``config.yaml``."""
     blocks = document.read_text().split("```sh\n")[1:]
-    return [line.split() for block in blocks for line in block.split("```")[0].splitlines()]
+    lines = [line.split() for block in blocks for line in block.split("```")[0].splitlines()]
+    return [words for words in lines if "config.yaml" in words]
 
 
 def test_wrong_number_of_processes_is_refused(config: Path) -> None:

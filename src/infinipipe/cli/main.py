@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 COMMANDS = {
+    "init": ("infinipipe.cli.init", "write a configuration to start from, for a model, its data and this machine"),
+    "check": ("infinipipe.cli.check", "do everything short of training, and say what would happen"),
     "train": ("infinipipe.cli.train", "train a model as a configuration file says"),
     "profile": ("infinipipe.cli.profile", "measure a model on this machine and write its cost file"),
     "export": ("infinipipe.cli.export", "write a run's checkpoint as a Hugging Face model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from infinipipe.train.leader import Leader
 from infinipipe.train.loader import TrainingBatch
 from infinipipe.train.lock import OutputLock
 from infinipipe.train.model import StartModel, Vocabulary, open_model
-from infinipipe.train.resume import changes_on_resume
+from infinipipe.train.resume import changes_on_resume, require_same_model
 from infinipipe.train.schedule import schedule_remarks
 from infinipipe.train.settings import Settings, TrainSettings
 from infinipipe.train.startup import check_start, check_worst
@@ -242,7 +241,7 @@ class Run:
         else:
             path = Path(resume)
             manifest = read_manifest(path)
-        _check_model(path, model_fields(manifest.config), model_fields(trainer.config.to_dict()))
+        require_same_model(path, model_fields(manifest.config), model_fields(trainer.config.to_dict()))
         changes = changes_on_resume(path, manifest, self._settings)
         self._console.say(f"resuming after step {manifest.step} from {path}, written by {manifest.layout}")
         for line in changes:
@@ -279,13 +278,3 @@ def _nothing_to_do(step: int, settings: TrainSettings) -> str:
         f"the run is at step {step} of {settings.steps}, and train.stop_after, counted from the first step of all, is "
         f"{settings.stop_after}: there is nothing to do; raise it or leave it out, {anew}"
     )
-
-
-def _check_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if a checkpoint is of another model."""
-    for name in sorted(saved.keys() | ours.keys()):
-        if saved.get(name) != ours.get(name):
-            raise CheckpointError(
-                f"the checkpoint {path} is of another model: its {name} is {saved.get(name)}, not {ours.get(name)}; name "
-                "another train.output, or set train.resume to never"
-            )

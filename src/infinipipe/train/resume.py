@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,13 @@ def changes_on_resume(path: Path, manifest: Manifest, settings: Settings) -> lis
         lines.append(f"optimizer.name was {before.name} and is {now.name}, which goes on from the same states")
     change = change_of_rate(manifest.step, (earlier.steps, before), (settings.train.steps, now))
     return [*lines, change] if change else lines
+
+
+def require_same_model(path: Path, saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` if the checkpoint at ``path`` is of another model than ours, by their fields."""
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: its {name} is {saved.get(name)}, not {ours.get(name)}; name "
+                "another train.output, or set train.resume to never"
+            )
