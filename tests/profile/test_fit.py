@@ -111,6 +111,20 @@ def test_the_truth_is_found(kind: str, windows: tuple[int, ...]) -> None:
         assert fit.recompute.pair == pytest.approx(RECOMPUTE.pair, rel=1e-3)
 
 
+def test_what_dropping_activations_costs_a_forward_is_found() -> None:
+    token, chunk = -FORWARD.token / 20, FORWARD.chunk / 4
+    samples = []
+    for number, sample in enumerate(samples_of()):
+        dropped = number % (sample.layers + 1)
+        seconds = sample.seconds + dropped * (token * sample.chunk.num_tokens + chunk)
+        samples.append(dataclasses.replace(sample, dropped=dropped, seconds=seconds))
+    fit = fit_pass(samples[::2], samples[1::2], "forward")
+    assert fit.dropping == pytest.approx((token, chunk), rel=1e-2)
+    assert fit.time.token == pytest.approx(FORWARD.token, rel=1e-3)
+    kept = fit_pass(samples_of(), [], "forward")
+    assert kept.dropping == (0.0, 0.0)
+
+
 def test_the_second_half_of_a_backward_is_found() -> None:
     found = fit_weight(samples_of())
     assert found is not None

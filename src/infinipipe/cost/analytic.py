@@ -100,7 +100,8 @@ class AnalyticCost:
         forward, backward: time of the two passes.
         backward_input, backward_weight: time of the halves of a backward; if not given, the second takes what
             ``WEIGHT_TOKEN_SHARE`` and ``WEIGHT_CHUNK_SHARE`` say, the first the rest.
-        recompute: what computing layers again in the backward adds; as the forward if not given.
+        recompute: what computing layers again in the backward adds, and what dropping their activations costs or saves the forward; as the
+            forward if not given.
         memory: bytes of activations.
         states: bytes of parameters, gradients and optimizer states of every stage on one device.
         placement: the parts of every stage; if not given, each has one.

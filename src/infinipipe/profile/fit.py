@@ -28,7 +28,7 @@ WORTH, LEAST_GAIN = 0.97, 1e-3
 class Sample:
     """One measured action: ``layers`` of the stage, the first ``recomputed`` of them computed again, and its seconds.
 
-    ``column`` is that of the cost table which it is a sample of.
+    A forward drops the activations of the first ``dropped`` layers. ``column`` is that of the cost table which it is a sample of.
     ``windows`` are those of the stage's layers, 0 for none; empty if no layer has one. ``shards`` devices share its tokens.
     ``stage`` is where it was measured.
     """
@@ -43,6 +43,7 @@ class Sample:
     windows: tuple[int, ...] = ()
     shards: int = 1
     stage: int = 0
+    dropped: int = 0
 
     def features(self, layers: int) -> Features[float]:
         """A device's share of the mean features of the stage's first ``layers``."""
@@ -72,6 +73,7 @@ class _Data:
     again: Features[Floats]
     layers: Floats
     recomputed: Floats
+    dropped: Floats
     is_first: Floats
     is_last: Floats
     seconds: Floats
@@ -91,7 +93,7 @@ class _Data:
         )
 
 
-_COLUMNS = ("layers", "recomputed", "is_first", "is_last", "seconds")
+_COLUMNS = ("layers", "recomputed", "dropped", "is_first", "is_last", "seconds")
 
 _PER_LAYER: dict[str, Callable[[Features[Floats], float], Floats]] = {
     "pair": lambda features, knot: features.pairs - features.crossed,
@@ -110,6 +112,12 @@ _PER_STAGE: dict[str, Callable[[_Data], Floats]] = {
     "embedding_token": lambda data: data.is_first * data.features.tokens,
     "embedding_chunk": lambda data: data.is_first,
 }
+_DROPPED: dict[str, Callable[[Features[Floats]], Floats]] = {
+    "token": lambda features: features.tokens,
+    "chunk": lambda features: np.ones_like(features.tokens),
+}
+"""What a layer's forward takes otherwise if it drops its activations: noting its inputs costs small chunks time, and not having to
+write what a backward would need saves large ones some."""
 _ENDS = {
     "forward": ("head_token", "head_chunk", "embedding_token"),
     "backward": ("embedding_token", "embedding_chunk", "head_token"),
@@ -121,11 +129,14 @@ is 0."""
 
 def _matrix(data: _Data, knot: float, pass_: str) -> Floats:
     """The column of every coefficient; zeros for those that the pass does not have."""
-    columns = [column(data.features, knot) * data.layers for column in _PER_LAYER.values()]
+    kept = {name: data.layers - data.dropped if name in _DROPPED else data.layers for name in _PER_LAYER}
+    columns = [column(data.features, knot) * kept[name] for name, column in _PER_LAYER.items()]
     for name, end in _PER_STAGE.items():
         columns.append(end(data) if name in ("stage", *_ENDS[pass_]) else np.zeros_like(data.layers))
     if pass_ == "backward":
         columns += [column(data.again, knot) * data.recomputed for column in _PER_LAYER.values()]
+    else:
+        columns += [column(data.features) * data.dropped for column in _DROPPED.values()]
     return np.stack(columns, axis=1)
 
 
@@ -146,12 +157,20 @@ def _pass_time(names: Iterable[str], values: Iterable[float], knot: float) -> Pa
 
 @dataclass(frozen=True)
 class PassFit:
-    """Coefficients of one pass; ``recompute`` are those of the layers that a backward computes again."""
+    """Coefficients of one pass.
+
+    Attributes:
+        time: of layers that keep their activations.
+        recompute: of the layers that a backward computes again.
+        dropping: seconds per token and per chunk that a forward's layer takes more, or less, if it drops its activations.
+        quality, held_out: how the fit does.
+    """
 
     time: PassTime
     recompute: PassTime | None
     quality: Quality
     held_out: Quality
+    dropping: tuple[float, float] = (0.0, 0.0)
 
 
 def fit_pass(samples: Sequence[Sample], held_out: Sequence[Sample], pass_: str) -> PassFit:
@@ -170,8 +189,13 @@ def fit_pass(samples: Sequence[Sample], held_out: Sequence[Sample], pass_: str) 
     quality = _quality(everything, _predict(data, coefficients, knot, pass_))
     names = [*_PER_LAYER, *_PER_STAGE]
     again = coefficients[len(names) :]
+    time = _pass_time(names, coefficients[: len(names)], knot)
+    dropping = (0.0, 0.0)
+    if pass_ == "forward" and data.dropped.any():
+        dropping = float(again[0]) - time.token, float(again[1]) - time.chunk
     return PassFit(
-        time=_pass_time(names, coefficients[: len(names)], knot),
+        time=time,
+        dropping=dropping,
         recompute=_pass_time(_PER_LAYER, again, knot) if pass_ == "backward" else None,
         quality=quality,
         held_out=held,

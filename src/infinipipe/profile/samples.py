@@ -39,6 +39,7 @@ def plan_samples(plan: Plan, runs: Sequence[Run], windows: Sequence[tuple[int, .
                 windows=() if windows is None else windows[stage],
                 shards=len(processes),
                 stage=stage,
+                dropped=replica.recompute[stage][action.chunk] if row.keeps_input else 0,
             )
             samples.append(sample)
             if row.half_of is not None:

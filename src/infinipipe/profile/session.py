@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infinipipe.cost import AnalyticCost, Holding, flop_cost, state_bytes
+from infinipipe.cost import AnalyticCost, Holding, PassTime, flop_cost, state_bytes
 from infinipipe.files import write_beside
 from infinipipe.plan import Placement, Plan
 from infinipipe.profile.design import Design
@@ -241,12 +241,24 @@ def fit_samples(
         forward=forward.time,
         backward=backward.time,
         backward_weight=None if weight is None else weight[0],
-        recompute=backward.recompute,
+        recompute=_recompute(forward, backward),
         memory=ratios.corrected(base.memory),
         name=f"{setup.config.model_type} on {setup.device}",
         source=_source(setup, forward, backward),
     )
     return Profile(cost, forward, backward, ratios, None if weight is None else weight[1])
+
+
+def _recompute(forward: PassFit, backward: PassFit) -> PassTime | None:
+    """What computing layers again takes, and what their forwards take more, or less, for dropping their activations.
+
+    Both come and go together; a step takes as long whichever of its actions they are charged to.
+    """
+    if backward.recompute is None:
+        return None
+    token, chunk = forward.dropping
+    time = backward.recompute
+    return dataclasses.replace(time, token=max(time.token + token, 0.0), chunk=max(time.chunk + chunk, 0.0))
 
 
 def formula(setup: Setup, stage_layers: Sequence[int], placement: Placement | None = None) -> AnalyticCost:
