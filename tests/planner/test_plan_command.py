@@ -1,5 +1,6 @@
 """``infinipipe plan``: lengths from files, the summary, the comparison, errors in words."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -193,3 +194,34 @@ def test_broken_files_of_lengths_are_named(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(PlanError, match=r"bad\.json is not JSON"):
             read_lengths(tmp_path / "bad.json")
+
+
+def test_planners_without_a_pipeline_pay_for_what_they_gather_on_the_links_at_hand(
+    lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    slow = preset("7b-a100", 4)
+    files = {}
+    for name, factor in (("fast", 1.0), ("slow", 50.0)):
+        link = dataclasses.replace(slow.all_to_all, seconds_per_byte=slow.all_to_all.seconds_per_byte * factor)
+        files[name] = tmp_path / f"{name}.json"
+        save_cost(dataclasses.replace(slow, all_to_all=link), files[name])
+    seconds = {}
+    for name, file in files.items():
+        assert run([str(lengths_file), str(file), "--max_slices", "4", "--compare", "true"]) == 0
+        printed = capsys.readouterr().out
+        row = next(line for line in printed.splitlines() if line.startswith("ulysses-zero3"))
+        seconds[name] = float(row.split()[1])
+        assert "a micro-batch those without one" in printed
+    assert seconds["slow"] > 5 * seconds["fast"]
+
+
+def test_a_pipeline_that_keeps_its_parameters_is_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = Path(__file__).parents[2] / "examples" / "lengths.txt"
+    arguments = [str(lengths), "13b-a100", "--stages", "4", "--batch", "256", "--context", "96000"]
+    assert run([*arguments, "--memory_budget", "67", "--compare", "true"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("planning for 32 devices: 1 replica of 4 stages, 8 devices each")
+    order = [line.split()[0] for line in printed if line[:6] in ("elasti", "flexsp", "ulysse")]
+    assert order.index("elastic") < order.index("flexsp")
+    assert order.index("elastic-paper") < order.index("ulysses-zero3")

@@ -310,3 +310,19 @@ def test_a_step_agrees_with_the_allocator() -> None:
     with MemoryMeter() as meter:
         step()
     assert meter.peak <= allocator_peak(step) <= 1.05 * meter.peak
+
+
+@pytest.mark.parametrize("block", [16, 64, 512])
+def test_the_head_in_bfloat16_holds_what_is_promised(block: int) -> None:
+    """Its weight's gradient passes through a block in bfloat16 on its way into float32: more than the logits, where these are few."""
+    config = LlamaConfig(**(CONFIG.to_dict() | {"vocab_size": 8000, "hidden_size": 256, "num_attention_heads": 4}))
+    known = footprint(config, torch.bfloat16)
+    cost = flop_cost(known.shape, (1, 1), element_bytes=2, states=[0, 0], block_tokens=block, layers=known.layers)
+    chunks = (Chunk(whole((300,), [0])),)
+    replica = build_replica((Pipeline(chunks),), 2)
+    stage = build_stage(config, (1, 1), 1)
+    executor = Executor(stage, Alone(), Parameters(stage, torch.bfloat16), loss_block_tokens=block)
+    batch = Batch.from_tokens([torch.arange(300)])
+    with MemoryMeter() as meter:
+        executor.step(replica, batch)
+    assert 0.99 <= replica_peaks(replica, cost)[1] / meter.peak <= 1.08
