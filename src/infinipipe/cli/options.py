@@ -41,11 +41,11 @@ def require_output(output: str | None, inputs: Iterable[str | Path | None] = ())
     if output is None:
         return
     path = Path(output)
+    if path.is_dir():
+        raise SettingError(f"output {output} is a folder; name a file")
     read = {str(path).rpartition(":")[0] if is_reference(str(path)) else path for path in inputs if path is not None}
     if path.resolve() in {Path(path).resolve() for path in read}:
         raise SettingError(f"output {output} is a file that is read; name another file")
-    if path.is_dir():
-        raise SettingError(f"output {output} is a folder; name a file")
     if not path.parent.is_dir():
         raise SettingError(f"there is no folder {str(path.parent)!r} for output {output}; make it first")
     if not os.access(path.parent, os.W_OK):
