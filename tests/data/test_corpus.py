@@ -214,7 +214,7 @@ def test_corpus_without_sequences_is_refused(tmp_path: Path, content: str, held_
 def test_missing_tokenizer_is_named(corpus_settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"tokenizer.path: there is no folder .*/nowhere', and no tokenizer of that name can be had from the hub",
+        match=r"tokenizer.path: there is no folder .*/nowhere', and the hub, which was asked, gives no tokenizer of that name",
     ):
         open_corpus(corpus_settings(), TokenizerSettings(path=str(tmp_path / "nowhere")))
 
@@ -281,7 +281,8 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     begin = time.monotonic()
     with pytest.raises(
-        DataError, match="there is no folder 'nowhere/tok', and no tokenizer of that name can be had from"
+        DataError,
+        match="there is no folder 'nowhere/tok', and the hub, which was asked, gives no tokenizer of that name",
     ):
         open_corpus(DataSettings(files=[__file__]), TokenizerSettings(path="nowhere/tok"))
     assert time.monotonic() - begin < 20
